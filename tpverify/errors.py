@@ -1,0 +1,25 @@
+"""Errors a caller can act on. Everything raised for bad input is a ValueError that names the argument."""
+
+
+class ArgumentError(ValueError):
+    """An argument was not what the call accepts: names the argument, what was expected and what came."""
+
+    def __init__(self, argument: str, expected: object, got: object) -> None:
+        super().__init__(f"{argument}: expected {expected}, got {got}")
+        self.argument = argument
+
+
+class PoolFull(RuntimeError):
+    """The KV pool cannot hold the request. Nothing was allocated; the message says how many slots would be needed."""
+
+
+class RankFailure(RuntimeError):
+    """A rank died, hung past its deadline or diverged: names the rank, the step and the cause."""
+
+    def __init__(self, rank: int, step: int, cause: str) -> None:
+        super().__init__(f"rank {rank} failed at step {step}: {cause}")
+        self.rank, self.step, self.cause = rank, step, cause
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot place the ranks: says what was asked for and what there is."""
