@@ -1,0 +1,138 @@
+"""Finds and loads the native host library, and mirrors the structs of csrc/tpverify.h.
+
+The library is optional: without it the Python twins of the tree functions run, with the same results. Two environment
+variables, read at the first use:
+
+TPVERIFY_NATIVE   0: never load it, the twins run. 1: it must be there, else RuntimeError. Unset: used if found.
+TPVERIFY_LIB_DIR  the folder to search in place of the installed package.
+"""
+
+import ctypes
+import functools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import ArgumentError
+
+ABI_VERSION = 1
+HOST_LIBRARY = "libtpverify_host.so"
+
+_i32, _i64, _u64, _f64, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
+
+
+class DdtreeParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("depth", _i32), ("k", _i32), ("budget", _i32), ("num_nodes", _i32), ("exact", _i32),
+        ("reserved", _i32), ("vocab_size", _i64), ("root_token", _i64), ("logprobs", _ptr), ("token_ids", _ptr),
+        ("tokens", _ptr), ("parents", _ptr), ("depths", _ptr), ("first_child", _ptr), ("next_sibling", _ptr),
+        ("ancestor_words", _ptr),
+    ]  # fmt: skip
+
+
+class Tree(ctypes.Structure):
+    _fields_ = [
+        ("tokens", _ptr), ("first_child", _ptr), ("next_sibling", _ptr), ("num_nodes", _i32), ("reserved", _i32),
+    ]  # fmt: skip
+
+
+class AcceptGreedyParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("tree", Tree), ("target_tokens", _ptr), ("path", _ptr), ("path_length", _i32),
+        ("reserved", _i32), ("bonus", _i64),
+    ]  # fmt: skip
+
+
+class AcceptSampledParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("tree", Tree), ("vocab_size", _i64), ("target_probs", _ptr), ("coins", _ptr),
+        ("final_coin", _f64), ("threshold_single", _f64), ("threshold_acc", _f64), ("path", _ptr),
+        ("path_length", _i32), ("reserved", _i32), ("bonus", _i64),
+    ]  # fmt: skip
+
+
+FUNCTIONS = {
+    "tpv_build_ddtree": DdtreeParams,
+    "tpv_accept_greedy": AcceptGreedyParams,
+    "tpv_accept_sampled": AcceptSampledParams,
+}
+
+
+def library_dirs() -> Sequence[str]:
+    """Where the built libraries may lie: an editable install has two package folders, the sources and the build's."""
+    override = os.environ.get("TPVERIFY_LIB_DIR")
+    if override:
+        return [override]
+    import tpverify
+
+    return list(tpverify.__path__)
+
+
+def find(name: str) -> Path | None:
+    """The file `name` in the first library folder that has it."""
+    return next((path for folder in library_dirs() if (path := Path(folder) / name).is_file()), None)
+
+
+def build_info() -> dict[str, Any]:
+    """What the build found and why a part was left out; empty when nothing was built (a plain source checkout)."""
+    path = find("build_info.json")
+    return json.loads(path.read_text()) if path else {}
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    setting = os.environ.get("TPVERIFY_NATIVE")
+    if setting not in (None, "0", "1"):
+        raise ArgumentError("TPVERIFY_NATIVE", "0 or 1", repr(setting))
+    if setting == "0":
+        return None, "switched off by TPVERIFY_NATIVE=0"
+    library, status = _open()
+    if library is None and setting == "1":
+        raise RuntimeError(f"TPVERIFY_NATIVE=1 but the native host library is missing: {status}")
+    return library, status
+
+
+def _open() -> tuple[ctypes.CDLL | None, str]:
+    path = find(HOST_LIBRARY)
+    if path is None:
+        return None, build_info().get("host_reason") or f"no {HOST_LIBRARY} in {', '.join(library_dirs())}"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return None, f"{path} does not load: {error}"
+    library.tpv_abi_version.restype = _i32
+    library.tpv_last_error.restype = ctypes.c_char_p
+    version = library.tpv_abi_version()
+    if version != ABI_VERSION:
+        raise RuntimeError(f"{path} has ABI version {version}, this package needs {ABI_VERSION}: install again")
+    for name, params in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.POINTER(params)], ctypes.c_int
+    return library, f"loaded from {path}"
+
+
+def host() -> ctypes.CDLL | None:
+    """The host library, loaded once; None when the Python twins are to run.
+
+    Raises ArgumentError for a TPVERIFY_NATIVE that is neither 0 nor 1, RuntimeError for a library of another ABI.
+    """
+    return _load()[0]
+
+
+def host_status() -> str:
+    """One line: where the host library was loaded from, or why there is none."""
+    return _load()[1]
+
+
+def check(library: ctypes.CDLL, status: int) -> None:
+    """Raises what a native status means: ArgumentError (1), MemoryError (2), RuntimeError (any other)."""
+    if status == 0:
+        return
+    message = library.tpv_last_error().decode()
+    if status == 1:
+        argument, _, rest = message.partition(": expected ")
+        expected, _, got = rest.rpartition(", got ")
+        raise ArgumentError(argument, expected, got)
+    raise MemoryError(message) if status == 2 else RuntimeError(message)

@@ -1,0 +1,21 @@
+"""Draft trees: the structure, the DDTree builder, the acceptance walks, the random draws and the automatic budget."""
+
+from .accept import Accept, accept_greedy, accept_sampled, accept_walk
+from .budget import AutoBudget
+from .ddtree import build_ddtree, build_ddtree_topk
+from .draft_tree import DraftTree
+from .draws import sample_token, softmax, uniform
+
+__all__ = [
+    "Accept",
+    "AutoBudget",
+    "DraftTree",
+    "accept_greedy",
+    "accept_sampled",
+    "accept_walk",
+    "build_ddtree",
+    "build_ddtree_topk",
+    "sample_token",
+    "softmax",
+    "uniform",
+]
