@@ -1,1 +1,1 @@
-""""""
+"""KV cache bookkeeping on the host: slots, sequence tables and the log that keeps every rank equal. No torch."""
