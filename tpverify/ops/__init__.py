@@ -1,0 +1,1 @@
+"""Verify attention: validation, dispatch and the CPU reference."""

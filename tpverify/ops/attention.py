@@ -1,0 +1,152 @@
+"""Verify attention as callers see it: check everything once, then dispatch to a backend."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tpverify.config import MAX_NODES
+from tpverify.errors import ArgumentError
+from tpverify.ops import reference
+
+BACKENDS = ("auto", "cuda", "cuda_fp32", "cuda_naive", "reference")
+KV_LORA_RANK = 512
+ROW_DIM = 576
+
+
+class Tree(Protocol):
+    """What attention needs of a draft tree: DraftTree has it, and so does TreeMask, which ranks receive."""
+
+    @property
+    def depths(self) -> np.ndarray: ...
+
+    def ancestor_words(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """A tree without its tokens: ancestor bits uint64 [n, ceil(n/64)] and depths int32 [n]."""
+
+    words: np.ndarray
+    depths: np.ndarray
+
+    def ancestor_words(self) -> np.ndarray:
+        return self.words
+
+    @staticmethod
+    def chain(n: int) -> "TreeMask":
+        """n tokens in a row, as a chunk of a prompt is: node i sees nodes 0..i."""
+        bits = np.packbits(np.tri(n, -(-n // 64) * 64, dtype=bool), axis=1, bitorder="little")
+        return TreeMask(bits.view(np.uint64), np.arange(n, dtype=np.int32))
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """One sequence's share of a verify call.
+
+    prefix_slots: int32 or int64 [S], the pool rows of the committed tokens in position order (S may be 0).
+    tree_slots: int32 or int64 [n], the pool rows of the tree's nodes in node order. tree: DraftTree or TreeMask of n nodes.
+    Slots may be numpy arrays or torch tensors.
+    """
+
+    prefix_slots: np.ndarray | Tensor
+    tree_slots: np.ndarray | Tensor
+    tree: Tree
+
+
+def verify_attention(
+    q: Tensor,
+    kv_pool: Tensor,
+    requests: Sequence[VerifyRequest],
+    *,
+    softmax_scale: float,
+    backend: str = "auto",
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Tree-masked MLA attention: node i of a request sees all of its prefix, its ancestors and itself.
+
+    q [sum of n, heads, 576] float32 or bfloat16, absorbed queries, requests one after another; kv_pool [slots, 576] in q's
+    dtype, 512 latent then 64 rope; softmax_scale multiplies the scores.
+    Returns out [sum of n, heads, 512] in q's dtype and lse [sum of n, heads] float32, natural log.
+    batch_invariant: a request's bits do not depend on the other requests (the reference always gives that).
+    Raises ArgumentError, a ValueError, for anything else. Inputs may be strided.
+    """
+    check_tensors(q, kv_pool)
+    check_scale(softmax_scale)
+    if not isinstance(batch_invariant, bool):
+        raise ArgumentError("batch_invariant", "a bool", repr(batch_invariant))
+    checked = [_check_request(f"requests[{i}]", request, kv_pool) for i, request in enumerate(requests)]
+    total = sum(len(tree_slots) for _, tree_slots, _, _ in checked)
+    if total != q.shape[0]:
+        raise ArgumentError("q", f"{total} rows, the nodes of all requests", tuple(q.shape))
+    require_backend(backend, q.device)
+
+    out = q.new_empty(total, q.shape[1], KV_LORA_RANK)
+    lse = torch.empty(total, q.shape[1])
+    row = 0
+    for prefix_slots, tree_slots, words, depths in checked:
+        rows = slice(row, row + len(tree_slots))
+        out[rows], lse[rows] = reference.verify(
+            q[rows], kv_pool, prefix_slots, tree_slots, words, depths, KV_LORA_RANK, softmax_scale
+        )
+        row = rows.stop
+    return out, lse
+
+
+def require_backend(backend: str, device: torch.device) -> None:
+    """Raise ArgumentError unless `backend` exists and can run on `device`."""
+    if backend not in BACKENDS:
+        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", repr(backend))
+    if backend.startswith("cuda") or (backend == "auto" and device.type == "cuda"):
+        raise ArgumentError("backend", "'reference' on CPU tensors: this build has no CUDA kernels", f"{backend!r} on {device}")
+    if device.type != "cpu":
+        raise ArgumentError("backend", "CPU tensors for 'reference'", f"tensors on {device}")
+
+
+def check_scale(softmax_scale: float) -> None:
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)) or not math.isfinite(softmax_scale):
+        raise ArgumentError("softmax_scale", "a finite number", repr(softmax_scale))
+
+
+def check_tensors(q: Tensor, kv_pool: Tensor) -> None:
+    """Raise ArgumentError unless q and kv_pool have the shapes, dtype and device that verify attention takes."""
+    for name, tensor, shape in (("q", q, "[nodes, heads, 576]"), ("kv_pool", kv_pool, "[slots, 576]")):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(name, f"a torch tensor {shape}", type(tensor).__name__)
+        if tensor.dim() != shape.count(",") + 1 or tensor.shape[-1] != ROW_DIM:
+            raise ArgumentError(name, shape, tuple(tensor.shape))
+    if q.shape[1] < 1:
+        raise ArgumentError("q", "at least one head", tuple(q.shape))
+    if q.dtype not in (torch.float32, torch.bfloat16):
+        raise ArgumentError("q", "float32 or bfloat16", q.dtype)
+    if kv_pool.dtype != q.dtype or kv_pool.device != q.device:
+        raise ArgumentError("kv_pool", f"{q.dtype} on {q.device} like q", f"{kv_pool.dtype} on {kv_pool.device}")
+
+
+def _check_request(name: str, request: VerifyRequest, kv_pool: Tensor) -> tuple[Tensor, Tensor, np.ndarray, np.ndarray]:
+    if not isinstance(request, VerifyRequest):
+        raise ArgumentError(name, "a VerifyRequest", type(request).__name__)
+    prefix_slots = _check_slots(f"{name}.prefix_slots", request.prefix_slots, kv_pool.shape[0])
+    tree_slots = _check_slots(f"{name}.tree_slots", request.tree_slots, kv_pool.shape[0])
+    words, depths = np.asarray(request.tree.ancestor_words()), np.asarray(request.tree.depths)
+    n = len(depths)
+    if not 1 <= n <= MAX_NODES:
+        raise ArgumentError(f"{name}.tree", f"1 to {MAX_NODES} nodes", n)
+    if words.dtype != np.uint64 or words.shape != (n, -(-n // 64)):
+        raise ArgumentError(f"{name}.tree", f"ancestor words uint64 [{n}, {-(-n // 64)}]", f"{words.dtype} {words.shape}")
+    if len(tree_slots) != n:
+        raise ArgumentError(f"{name}.tree_slots", f"{n} slots, one a node", len(tree_slots))
+    return prefix_slots, tree_slots, words, depths
+
+
+def _check_slots(name: str, slots: np.ndarray | Tensor, pool_slots: int) -> Tensor:
+    tensor = torch.as_tensor(slots)
+    if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(name, "int32 or int64 [count]", f"{tensor.dtype} {tuple(tensor.shape)}")
+    if len(tensor) and not 0 <= int(tensor.min()) <= int(tensor.max()) < pool_slots:
+        raise ArgumentError(name, f"slots from 0 to {pool_slots - 1}", f"{int(tensor.min())} to {int(tensor.max())}")
+    return tensor.long()
