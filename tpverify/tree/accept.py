@@ -87,8 +87,9 @@ def accept_sampled(
     coins = float_array("coins", coins, 1, np.float64)
     _check_length("target_probs", probs, tree)
     _check_length("coins", coins, tree)
-    if tree.tokens.max() >= probs.shape[1]:
-        raise ArgumentError("target_probs", f"a column for token {tree.tokens.max()}", f"{probs.shape[1]} columns")
+    largest = tree.tokens[1:].max(initial=-1)
+    if largest >= probs.shape[1]:
+        raise ArgumentError("target_probs", f"a column for token {largest}", f"{probs.shape[1]} columns")
     if not (coins.min() >= 0.0 and coins.max() < 1.0):
         raise ArgumentError("coins", "numbers in [0, 1)", coins[~((coins >= 0.0) & (coins < 1.0))][0])
     if not 0.0 <= final_coin < 1.0:

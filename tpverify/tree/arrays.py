@@ -23,6 +23,8 @@ def index(name: str, value: Any, low: int, high: int) -> int:
 
 def int_array(name: str, value: Any, ndim: int) -> np.ndarray:
     """`value` as a C-contiguous int64 array of `ndim` axes; floats and booleans are refused, not rounded."""
+    if _is(value, np.int64, ndim):
+        return value
     array = _numpy(name, value)
     if array.dtype.kind not in "iu":
         raise ArgumentError(name, "integers", array.dtype)
@@ -33,10 +35,16 @@ def int_array(name: str, value: Any, ndim: int) -> np.ndarray:
 
 def float_array(name: str, value: Any, ndim: int, dtype: type) -> np.ndarray:
     """`value` as a C-contiguous float array of `ndim` axes, any float type converted to `dtype`."""
+    if _is(value, dtype, ndim):
+        return value
     array = _numpy(name, value)
     if array.dtype.kind != "f":
         raise ArgumentError(name, "floating point", array.dtype)
     return _shaped(name, array, dtype, ndim)
+
+
+def _is(value: Any, dtype: type, ndim: int) -> bool:
+    return type(value) is np.ndarray and value.dtype == dtype and value.ndim == ndim and value.flags.c_contiguous
 
 
 def _numpy(name: str, value: Any) -> np.ndarray:

@@ -138,28 +138,26 @@ def best_first_python(
     logprobs: np.ndarray, token_ids: np.ndarray, root_token: int, budget: int, vocab_size: int
 ) -> DraftTree:
     """The native builder's twin: its oracle in the tests and its stand-in where no compiler was at hand."""
-    k = logprobs.shape[1]
-    rows = []
-    if budget or k:  # a budget of 0 needs no candidates
-        for d, (row, ids) in enumerate(zip(logprobs.tolist(), token_ids.tolist(), strict=True)):
-            rows.append(_checked_row(d, row, ids, vocab_size))
-    vocab_size = vocab_size or max((token for row in rows for _, token in row), default=-1) + 1
+    depth, k = logprobs.shape
+    if depth and (budget or k):  # a budget of 0 needs no candidates
+        _check_rows(logprobs, token_ids, vocab_size)
+    vocab_size = vocab_size or int(token_ids.max(initial=-1)) + 1
+    logprobs = np.minimum(logprobs, np.float32(0.0))
+    order = np.lexsort((token_ids, -logprobs))
+    row_logprobs, row_tokens = logprobs.tolist(), np.take_along_axis(token_ids, order, axis=1).tolist()
     tokens, parents, scores, exact = [root_token], [-1], [0.0], True
     # (-score, ranks, parent): ranks settle every tie, since no two entries share them.
     queue: list[tuple[float, tuple[int, ...], int]] = []
 
     def offer(parent: int, ranks: tuple[int, ...]) -> None:
-        row, rank = rows[len(ranks) - 1], ranks[-1]
-        if rank < k:
-            logprob = row[rank][0]
-        elif k < vocab_size:
-            logprob = row[k - 1][0]  # unknown: at most this
-        else:
+        rank = ranks[-1]
+        if rank == k and k >= vocab_size:
             return
+        logprob = row_logprobs[len(ranks) - 1][min(rank, k - 1)]  # beyond the candidates: at most the last one's
         if logprob > -math.inf:
             heapq.heappush(queue, (-(scores[parent] + logprob), ranks, parent))
 
-    if rows and budget:
+    if depth and budget:
         offer(0, (0,))
     while queue and len(tokens) <= budget:
         negated, ranks, parent = heapq.heappop(queue)
@@ -167,38 +165,42 @@ def best_first_python(
             exact = False
             continue
         node = len(tokens)
-        tokens.append(rows[len(ranks) - 1][ranks[-1]][1])
+        tokens.append(row_tokens[len(ranks) - 1][ranks[-1]])
         parents.append(parent)
         scores.append(-negated)
         offer(parent, (*ranks[:-1], ranks[-1] + 1))
-        if len(ranks) < len(rows):
+        if len(ranks) < depth:
             offer(node, (*ranks, 0))
     return assemble(tokens, parents, exact)
 
 
-def _checked_row(d: int, logprobs: list[float], ids: list[int], vocab_size: int) -> list[tuple[float, int]]:
-    """A depth's (log-probability, token) pairs in rank order."""
-    if not logprobs:
+def _check_rows(logprobs: np.ndarray, token_ids: np.ndarray, vocab_size: int) -> None:
+    if not logprobs.shape[1]:
         raise ArgumentError("logprobs", "at least one candidate a row", 0)
-    previous = math.inf
-    for r, logprob in enumerate(logprobs):
-        if not logprob <= LOGPROB_SLACK:
-            raise ArgumentError("logprobs", "log-probabilities at most 0", f"{logprob} in row {d}, column {r}")
-        if min(logprob, 0.0) > previous:
-            raise ArgumentError("logprobs", "descending rows", f"a rise in row {d} at column {r}")
-        previous = min(logprob, 0.0)
-    if logprobs[0] == -math.inf:
-        raise ArgumentError("logprobs", "a finite entry in each row", f"none in row {d}")
-    seen: set[int] = set()
-    for r, token in enumerate(ids):
-        if token < 0 or (vocab_size and token >= vocab_size):
-            limit = f"ids in 0..{vocab_size - 1}" if vocab_size else "ids >= 0"
-            raise ArgumentError("token_ids", limit, f"{token} in row {d}, column {r}")
-        if token in seen:
-            raise ArgumentError("token_ids", "distinct ids in a row", f"{token} twice in row {d}")
-        seen.add(token)
-    return sorted(((min(logprob, 0.0), token) for logprob, token in zip(logprobs, ids, strict=True)), key=_rank_key)
+    high = ~(logprobs <= LOGPROB_SLACK)  # NaN and +inf too
+    if high.any():
+        raise ArgumentError("logprobs", "log-probabilities at most 0", f"{logprobs[high][0]} in {_place(high)}")
+    capped = np.minimum(logprobs, np.float32(0.0))
+    rise = np.zeros(capped.shape, bool)
+    rise[:, 1:] = capped[:, 1:] > capped[:, :-1]
+    if rise.any():
+        raise ArgumentError("logprobs", "descending rows", f"a rise in {_place(rise)}")
+    empty = np.isneginf(logprobs[:, 0])
+    if empty.any():
+        raise ArgumentError("logprobs", "a finite entry in each row", f"none in row {int(empty.argmax())}")
+    outside = (token_ids < 0) | (token_ids >= (vocab_size or np.inf))
+    if outside.any():
+        limit = f"ids in 0..{vocab_size - 1}" if vocab_size else "ids >= 0"
+        raise ArgumentError("token_ids", limit, f"{token_ids[outside][0]} in {_place(outside)}")
+    ids = np.sort(token_ids, axis=1)
+    repeated = ids[:, 1:] == ids[:, :-1]
+    if repeated.any():
+        row = int(repeated.any(axis=1).argmax())
+        raise ArgumentError(
+            "token_ids", "distinct ids in a row", f"{ids[row, 1:][repeated[row]][0]} twice in row {row}"
+        )
 
 
-def _rank_key(candidate: tuple[float, int]) -> tuple[float, int]:
-    return -candidate[0], candidate[1]
+def _place(wrong: np.ndarray) -> str:
+    row, column = np.argwhere(wrong)[0].tolist()
+    return f"row {row}, column {column}"

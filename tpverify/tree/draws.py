@@ -44,7 +44,8 @@ def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
     top = row.max(initial=-np.inf)
     if not math.isfinite(top):
         raise ArgumentError("logits", "no NaN, no +inf and one finite logit", f"a maximum of {top}")
-    weights = np.exp((row - top) / temperature)
+    with np.errstate(over="ignore"):  # a temperature near 0 makes the others -inf
+        weights = np.exp((row - top) / temperature)
     return weights / weights.sum()
 
 

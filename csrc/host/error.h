@@ -1,0 +1,35 @@
+// The status and message of a C ABI call.
+#pragma once
+
+#include "../tpverify.h"
+
+#include <exception>
+#include <new>
+
+namespace tpv {
+
+// Sets this thread's message (printf-style: "argument: expected ..., got ...") and returns the status.
+tpv_status fail(tpv_status status, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+// Runs the body of an ABI function; what it throws becomes a status.
+template <class Body>
+tpv_status guarded(Body body) noexcept {
+    try {
+        return body();
+    } catch (const std::bad_alloc&) {
+        return fail(TPV_OUT_OF_MEMORY, "out of host memory");
+    } catch (const std::exception& error) {
+        return fail(TPV_INTERNAL_ERROR, "%s", error.what());
+    }
+}
+
+template <class Params>
+tpv_status check_struct(const Params* params) {
+    if (params == nullptr) return fail(TPV_INVALID_ARGUMENT, "params: expected a struct, got NULL");
+    if (params->struct_size != sizeof(Params))
+        return fail(TPV_INVALID_ARGUMENT, "struct_size: expected %zu, got %llu", sizeof(Params),
+                    static_cast<unsigned long long>(params->struct_size));
+    return TPV_OK;
+}
+
+}  // namespace tpv
