@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -79,22 +79,39 @@ def verify_attention(
     check_scale(softmax_scale)
     if not isinstance(batch_invariant, bool):
         raise ArgumentError("batch_invariant", "a bool", repr(batch_invariant))
-    checked = [_check_request(f"requests[{i}]", request, kv_pool) for i, request in enumerate(requests)]
-    total = sum(len(tree_slots) for _, tree_slots, _, _ in checked)
+    require_backend(backend, q.device)
+    checked = check_requests(requests, kv_pool.shape[0])
+    total = sum(request.nodes for request in checked)
     if total != q.shape[0]:
         raise ArgumentError("q", f"{total} rows, the nodes of all requests", tuple(q.shape))
-    require_backend(backend, q.device)
-
     out = q.new_empty(total, q.shape[1], KV_LORA_RANK)
     lse = torch.empty(total, q.shape[1])
-    row = 0
-    for prefix_slots, tree_slots, words, depths in checked:
-        rows = slice(row, row + len(tree_slots))
-        out[rows], lse[rows] = reference.verify(
-            q[rows], kv_pool, prefix_slots, tree_slots, words, depths, KV_LORA_RANK, softmax_scale
-        )
-        row = rows.stop
+    run_reference(q, kv_pool, checked, out, lse, softmax_scale)
     return out, lse
+
+
+class CheckedRequest(NamedTuple):
+    """A request in the form backends take: int64 slots, uint64 ancestor words, int32 depths."""
+
+    prefix: Tensor
+    tree: Tensor
+    words: np.ndarray
+    depths: np.ndarray
+
+    @property
+    def nodes(self) -> int:
+        return len(self.depths)
+
+
+def run_reference(
+    q: Tensor, kv_pool: Tensor, requests: Sequence[CheckedRequest], out: Tensor, lse: Tensor, softmax_scale: float
+) -> None:
+    """The reference over checked requests, into out and lse (see verify_attention)."""
+    row = 0
+    for request in requests:
+        rows = slice(row, row + request.nodes)
+        out[rows], lse[rows] = reference.verify(q[rows], kv_pool, *request, out.shape[-1], softmax_scale)
+        row = rows.stop
 
 
 def require_backend(backend: str, device: torch.device) -> None:
@@ -112,12 +129,12 @@ def check_scale(softmax_scale: float) -> None:
         raise ArgumentError("softmax_scale", "a finite number", repr(softmax_scale))
 
 
-def check_tensors(q: Tensor, kv_pool: Tensor) -> None:
+def check_tensors(q: Tensor, kv_pool: Tensor, row_dim: int = ROW_DIM) -> None:
     """Raise ArgumentError unless q and kv_pool have the shapes, dtype and device that verify attention takes."""
-    for name, tensor, shape in (("q", q, "[nodes, heads, 576]"), ("kv_pool", kv_pool, "[slots, 576]")):
+    for name, tensor, shape in (("q", q, f"[nodes, heads, {row_dim}]"), ("kv_pool", kv_pool, f"[slots, {row_dim}]")):
         if not isinstance(tensor, Tensor):
             raise ArgumentError(name, f"a torch tensor {shape}", type(tensor).__name__)
-        if tensor.dim() != shape.count(",") + 1 or tensor.shape[-1] != ROW_DIM:
+        if tensor.dim() != shape.count(",") + 1 or tensor.shape[-1] != row_dim:
             raise ArgumentError(name, shape, tuple(tensor.shape))
     if q.shape[1] < 1:
         raise ArgumentError("q", "at least one head", tuple(q.shape))
@@ -127,20 +144,25 @@ def check_tensors(q: Tensor, kv_pool: Tensor) -> None:
         raise ArgumentError("kv_pool", f"{q.dtype} on {q.device} like q", f"{kv_pool.dtype} on {kv_pool.device}")
 
 
-def _check_request(name: str, request: VerifyRequest, kv_pool: Tensor) -> tuple[Tensor, Tensor, np.ndarray, np.ndarray]:
+def check_requests(requests: Sequence[VerifyRequest], pool_slots: int) -> list[CheckedRequest]:
+    """Raise ArgumentError unless every request fits a pool of `pool_slots` rows."""
+    return [_check_request(f"requests[{i}]", request, pool_slots) for i, request in enumerate(requests)]
+
+
+def _check_request(name: str, request: VerifyRequest, pool_slots: int) -> CheckedRequest:
     if not isinstance(request, VerifyRequest):
         raise ArgumentError(name, "a VerifyRequest", type(request).__name__)
-    prefix_slots = _check_slots(f"{name}.prefix_slots", request.prefix_slots, kv_pool.shape[0])
-    tree_slots = _check_slots(f"{name}.tree_slots", request.tree_slots, kv_pool.shape[0])
+    prefix = _check_slots(f"{name}.prefix_slots", request.prefix_slots, pool_slots)
+    tree = _check_slots(f"{name}.tree_slots", request.tree_slots, pool_slots)
     words, depths = np.asarray(request.tree.ancestor_words()), np.asarray(request.tree.depths)
     n = len(depths)
     if not 1 <= n <= MAX_NODES:
         raise ArgumentError(f"{name}.tree", f"1 to {MAX_NODES} nodes", n)
     if words.dtype != np.uint64 or words.shape != (n, -(-n // 64)):
         raise ArgumentError(f"{name}.tree", f"ancestor words uint64 [{n}, {-(-n // 64)}]", f"{words.dtype} {words.shape}")
-    if len(tree_slots) != n:
-        raise ArgumentError(f"{name}.tree_slots", f"{n} slots, one a node", len(tree_slots))
-    return prefix_slots, tree_slots, words, depths
+    if len(tree) != n:
+        raise ArgumentError(f"{name}.tree_slots", f"{n} slots, one a node", len(tree))
+    return CheckedRequest(prefix, tree, words, depths)
 
 
 def _check_slots(name: str, slots: np.ndarray | Tensor, pool_slots: int) -> Tensor:
