@@ -1,0 +1,66 @@
+"""The one writer of the log: numbers the steps, sends the pending entries along, compares the digests."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from tpverify.config import check_range
+from tpverify.kv.log import KvLog
+from tpverify.runtime.messages import Configure, Frame, Ping, Step, Work
+from tpverify.runtime.ranks import START_DEADLINE_S, Answer, RankGroup
+
+
+class Coordinator:
+    """Drives ranks 0..tp-1 of a group through `log`, a KvLog whose changes ride on the next step.
+
+    kind, options: the workers that the ranks build, see rank.WORKERS. Building a coordinator resets those ranks; an
+    earlier one on the same group must not be used again. Not for several threads.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        kind: str,
+        options: dict[str, Any],
+        *,
+        num_slots: int,
+        max_sequences: int = 4096,
+        tp: int | None = None,
+    ) -> None:
+        self.group = group
+        self.tp = group.size if tp is None else tp
+        check_range("tp", self.tp, 1, group.size)
+        self.log = KvLog(num_slots, max_sequences)
+        self.steps = 0
+        with tempfile.TemporaryDirectory(prefix="tpverify-") as directory:
+            configure = Configure(self.tp, num_slots, kind, options, os.path.join(directory, "rendezvous"))
+            self._step(configure, (), None, START_DEADLINE_S)
+
+    def step(
+        self, work: Work, frames: Sequence[Frame] = (), own: Sequence[Sequence[Frame]] | None = None
+    ) -> list[Answer]:
+        """Apply the pending log entries on every rank, then do `work` there. Returns the answers in rank order.
+
+        frames go to every rank, then own[rank] to that rank alone. Raises RankFailure if a rank fails, dies or is late,
+        or if its tables differ from the log's; the group is closed then.
+        """
+        return self._step(work, frames, own, None)
+
+    def digests(self) -> dict[str | int, str]:
+        """Structural digests: of the log as "driver", and of every rank by number."""
+        answers = self.step(Ping())
+        return {"driver": self.log.digest()} | {answer.reply.rank: answer.reply.digest for answer in answers}
+
+    def _step(
+        self, work: Work, frames: Sequence[Frame], own: Sequence[Sequence[Frame]] | None, deadline_s: float | None
+    ) -> list[Answer]:
+        self.steps += 1
+        first, entries = self.log.pending()
+        answers = self.group.call(Step(self.steps, first, entries, work), frames, own, self.tp, deadline_s)
+        expected = self.log.digest()
+        for rank, (reply, _) in enumerate(answers):
+            if reply.digest != expected:
+                cause = f"its tables diverged: digest {reply.digest}, the coordinator's is {expected}"
+                raise self.group.fail(rank, self.steps, cause)
+        return answers

@@ -1,0 +1,21 @@
+"""Tensors as raw frames and back."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def frame_of(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor in row-major order; no copy if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensor_of(frame: bytes | bytearray | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A new CPU tensor with the bytes of `frame`. Raises ValueError unless they fill the shape exactly."""
+    tensor = torch.empty(*shape, dtype=dtype)
+    view = frame_of(tensor)
+    if len(frame) != len(view):
+        raise ValueError(f"frame: expected {len(view)} bytes for {dtype} {tuple(shape)}, got {len(frame)}")
+    view[:] = frame
+    return tensor

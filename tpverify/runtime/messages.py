@@ -1,0 +1,100 @@
+"""What travels between the coordinator and the ranks: msgpack of these structs, then raw frames of bulk data.
+
+A decode step is one Step to every rank and one Reply from each. Decoding checks types and tags, so that a malformed
+message is an error text and never code: nothing here is pickled.
+"""
+
+from typing import Any
+
+import msgspec
+
+from tpverify.kv.log import Entry
+
+Frame = bytes | bytearray | memoryview
+
+
+class _Work(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What a step asks of a rank, after it has applied the step's log entries."""
+
+
+class Configure(_Work, frozen=True):
+    """Start afresh: empty tables over num_slots, and a worker of `kind` (see rank.WORKERS) on ranks 0..tp-1.
+
+    rendezvous: path where those ranks meet to build their communicator. options: the worker's own.
+    """
+
+    tp: int
+    num_slots: int
+    kind: str
+    options: dict[str, Any]
+    rendezvous: str
+
+
+class Write(_Work, frozen=True):
+    """Latents of committed positions start..start+count-1. Frame: [layers, count, row_dim], pool dtype."""
+
+    seq: int
+    start: int
+    count: int
+
+
+class TreeRequest(msgspec.Struct, array_like=True, frozen=True):
+    """One sequence's tree of n nodes: ancestor words uint64 [n, ceil(n/64)] and depths int32 [n], little-endian."""
+
+    seq: int
+    n: int
+    words: bytes
+    depths: bytes
+
+
+class Attend(_Work, frozen=True):
+    """Verify attention over all requests, N nodes in all, one after another.
+
+    Frames: tree latents [layers, N, row_dim], the rank's own heads of q [layers, N, heads/tp, row_dim].
+    Reply of rank 0: out [layers, N, heads, kv_lora_rank], lse float32 [layers, N, heads].
+    """
+
+    requests: list[TreeRequest]
+    softmax_scale: float
+
+
+class ContentDigest(_Work, frozen=True):
+    """Hash of a sequence's committed rows in position order. Result: 16 hex digits."""
+
+    seq: int
+
+
+class Ping(_Work, frozen=True):
+    """Nothing but the log entries. The reply returns the frames as they came."""
+
+
+Work = Configure | Write | Attend | ContentDigest | Ping
+
+
+class Step(msgspec.Struct, array_like=True, frozen=True):
+    """number counts a coordinator's steps; entries are log entries log_first, log_first + 1, ..."""
+
+    number: int
+    log_first: int
+    entries: list[Entry]
+    work: Work
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True):
+    """digest: the rank's tables after the entries ("" before the first Configure). error: None, or why the step failed.
+
+    result: msgpack of whatever the work returns. seconds: where the rank's time went, by stage.
+    A message that could not be decoded is answered with number -1.
+    """
+
+    number: int
+    rank: int
+    digest: str
+    error: str | None
+    result: bytes
+    seconds: dict[str, float]
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_step = msgspec.msgpack.Decoder(Step).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode

@@ -1,0 +1,111 @@
+"""One rank: applies the log, hands the work to its worker, answers with its digest."""
+
+import importlib
+import os
+import threading
+import time
+import traceback
+from typing import Any, Protocol
+
+import msgspec
+
+from tpverify.kv.log import Replica
+from tpverify.runtime import messages
+from tpverify.runtime.messages import Configure, Frame, Ping, Reply, Step, Work
+from tpverify.runtime.transport import serve
+
+# Imported when first configured: a rank without a worker ("tables") replays the log and needs no torch.
+WORKERS = {
+    "attention": "tpverify.runtime.attention_worker:AttentionWorker",
+    "decoder": "tpverify.runtime.decoder_worker:DecoderWorker",
+}
+TABLES = "tables"
+
+
+class Worker(Protocol):
+    """What a rank computes. Built as Worker(comm, device, options)."""
+
+    def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
+        """The result, which msgpack must be able to encode, and the frames of the reply."""
+
+
+class RankServer:
+    """Turns the frames of a Step into the frames of a Reply. Whatever goes wrong is an error text in the reply."""
+
+    def __init__(self, rank: int, device: str, timeout_s: float) -> None:
+        self.rank, self.device, self.timeout_s = rank, device, timeout_s
+        self.replica: Replica | None = None
+        self.worker: Worker | None = None
+        self.comm: Any = None
+
+    def answer(self, message: list[memoryview]) -> list[Frame]:
+        number, digest, error, result = -1, "", None, None
+        frames: list[Frame] = []
+        seconds: dict[str, float] = {}
+        start = time.perf_counter()
+        try:
+            step = messages.decode_step(message[0])
+            number = step.number
+            digest = self._apply(step)
+            seconds["log"] = time.perf_counter() - start
+            result, frames = self._handle(step.work, message[1:])
+        except Exception as failure:  # the boundary of the process: the coordinator decides what an error means
+            error = f"{type(failure).__name__}: {failure}"
+            if not isinstance(failure, msgspec.MsgspecError):
+                traceback.print_exc()
+        seconds["total"] = time.perf_counter() - start
+        reply = Reply(number, self.rank, digest, error, msgspec.msgpack.encode(result), seconds)
+        return [messages.encode(reply), *frames]
+
+    def _apply(self, step: Step) -> str:
+        if isinstance(step.work, Configure):
+            self.replica = Replica(step.work.num_slots)
+        if self.replica is None:
+            return ""
+        return self.replica.apply(step.log_first, step.entries)
+
+    def _handle(self, work: Work, frames: list[memoryview]) -> tuple[Any, list[Frame]]:
+        if isinstance(work, Ping):
+            return None, list(frames)
+        if isinstance(work, Configure):
+            self._configure(work)
+            return None, []
+        if self.worker is None or self.replica is None:
+            raise RuntimeError(f"this rank has no worker for {type(work).__name__}")
+        return self.worker.handle(work, frames, self.replica)
+
+    def _configure(self, work: Configure) -> None:
+        if self.comm is not None:
+            self.comm.destroy()
+        self.worker = self.comm = None  # frees the old pool before the new one is built
+        if work.kind == TABLES:
+            return
+        from tpverify.runtime.comm import GlooComm
+
+        module, name = WORKERS[work.kind].split(":")
+        build = getattr(importlib.import_module(module), name)
+        self.comm = GlooComm(work.rendezvous, self.rank, work.tp, self.timeout_s)
+        self.worker = build(self.comm, self.device, work.options)
+
+
+class Rank:
+    """The Ray actor around a RankServer. `run` never returns: its reference tells the driver that the rank lives."""
+
+    def __init__(self, rank: int, device: str, timeout_s: float) -> None:
+        self._server = RankServer(rank, device, timeout_s)
+
+    def run(self, endpoint: str) -> None:
+        """Serve the socket at `endpoint`."""
+        serve(endpoint, self._server.answer)
+
+    def idle(self) -> None:
+        """Stand in for `run` where no socket is served."""
+        threading.Event().wait()
+
+    def answer(self, message: list[bytes]) -> list[bytes]:
+        """One message as a Ray call."""
+        return [bytes(frame) for frame in self._server.answer([memoryview(frame) for frame in message])]
+
+    def ping(self) -> int:
+        """Process id. In a concurrency group of its own, so it answers while a step runs."""
+        return os.getpid()

@@ -1,0 +1,232 @@
+"""A group of ranks: Ray actors on this node, started once, stepped together, torn down together."""
+
+import atexit
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple
+
+import msgspec
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tpverify.config import DEVICES, check_range
+from tpverify.errors import ArgumentError, ClusterError, RankFailure
+from tpverify.runtime import cluster, messages
+from tpverify.runtime.messages import Frame, Ping, Reply, Step
+from tpverify.runtime.rank import Rank
+from tpverify.runtime.transport import CALLS, RayTransport, Transport, ZmqTransport
+
+TRANSPORTS: dict[str, Callable[[int], Transport]] = {"zmq": ZmqTransport, "ray": RayTransport}
+CONTROL = "control"  # the concurrency group that answers while a step runs
+START_DEADLINE_S = 120.0  # to start a process and import torch, which many ranks do at once on few cores
+POLL_S = 0.05  # how long a dead rank can go unnoticed
+BLAME_S = 1.0  # how long to look for the cause behind an error or a silence
+KILL_S = 2.0  # what Ray gets to end a process before we do
+
+
+class Answer(NamedTuple):
+    """A rank's reply and the raw frames that came with it."""
+
+    reply: Reply
+    frames: list[memoryview]
+
+    def result(self) -> Any:
+        """What the worker's `handle` returned beside the frames."""
+        return msgspec.msgpack.decode(self.reply.result)
+
+
+class RankGroup:
+    """`size` ranks on the driver's node, each an actor with one torch thread, or with a GPU of its own.
+
+    device: "auto" takes GPUs if the node has one for every rank. deadline_s bounds the wait for a place and every step.
+    oversubscribe: ranks share GPUs, for parity tests only. transport: "zmq", or "ray" for plain actor calls.
+    After any failure, Ctrl-C included, everything is released, and a new group can start on the same cluster.
+    Raises ArgumentError, ClusterError (no place for the ranks), RankFailure (a rank did not start).
+    """
+
+    def __init__(
+        self,
+        size: int,
+        device: str = "auto",
+        deadline_s: float = 30.0,
+        transport: str = "zmq",
+        oversubscribe: bool = False,
+    ) -> None:
+        check_range("size", size, 1, 1024)
+        if device not in DEVICES:
+            raise ArgumentError("device", f"one of {', '.join(DEVICES)}", repr(device))
+        if transport not in TRANSPORTS:
+            raise ArgumentError("transport", f"one of {', '.join(TRANSPORTS)}", repr(transport))
+        if not 0 < deadline_s < 1e6:
+            raise ArgumentError("deadline_s", "seconds above 0", deadline_s)
+        self.size, self.deadline_s = size, deadline_s
+        self.closed = False
+        self.pids: list[int] = []
+        self._actors: list[Any] = []
+        self._sentinels: list[Any] = []
+        self._resources = ExitStack()  # unwound by close(), last acquired first
+        atexit.register(self.close)
+        try:
+            self._start(device, TRANSPORTS[transport], oversubscribe)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, device: str, transport: Callable[[int], Transport], oversubscribe: bool) -> None:
+        self._resources.enter_context(cluster.session())
+        gpus = _gpus_each(self.size, device, oversubscribe)
+        self.device = "cuda" if gpus else "cpu"
+        bundles = self._resources.enter_context(cluster.placement(self.size, gpus, self.deadline_s))
+        self.transport = transport(self.size)
+        self._resources.callback(self.transport.close)
+        self._resources.callback(self._kill)
+        # A rank waits for its peers longer than the driver does for it, so that the driver is first to say who is late.
+        peer_timeout_s = max(START_DEADLINE_S, 2 * self.deadline_s)
+        groups = {CONTROL: 1, CALLS: 1}
+        actor = ray.remote(concurrency_groups=groups, max_restarts=0, max_task_retries=0)(Rank)  # type: ignore[call-overload]
+        for rank in range(self.size):
+            place = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
+            options = actor.options(num_cpus=0, num_gpus=gpus, scheduling_strategy=place)
+            self._actors.append(options.remote(rank, self.device, peer_timeout_s))
+        self._sentinels = self.transport.start(self._actors)
+        self.call(Step(0, 1, [], Ping()), deadline_s=START_DEADLINE_S)
+        self.transport.settled()
+        self.pids = ray.get([self._ping(rank) for rank in range(self.size)], timeout=self.deadline_s)
+
+    def call(
+        self,
+        step: Step,
+        frames: Sequence[Frame] = (),
+        own: Sequence[Sequence[Frame]] | None = None,
+        tp: int | None = None,
+        deadline_s: float | None = None,
+    ) -> list[Answer]:
+        """Send `step` to ranks 0..tp-1 (default: all) and return their answers in rank order.
+
+        frames go to every rank, then own[rank] to that rank alone. Buffers must stay as they are until this returns.
+        Raises RankFailure, after closing the group, when a rank answers an error, dies, or is silent past the deadline.
+        """
+        if self.closed:
+            raise ClusterError("this group of ranks is closed: start another")
+        try:
+            message = messages.encode(step)
+            for rank in range(tp or self.size):
+                self.transport.send(rank, [message, *frames, *(own[rank] if own else ())])
+            return self._collect(step.number, tp or self.size, deadline_s or self.deadline_s)
+        except BaseException:  # a half-done step leaves ranks that wait for each other
+            self.close()
+            raise
+
+    def fail(self, rank: int, step: int, cause: str) -> RankFailure:
+        """Close the group, and return the error that says why."""
+        self.close()
+        return RankFailure(rank, step, cause)
+
+    def close(self) -> None:
+        """End the ranks and release everything. Can be called again."""
+        self.closed = True
+        self._resources.close()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> "RankGroup":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _ping(self, rank: int) -> Any:
+        return self._actors[rank].ping.options(concurrency_group=CONTROL).remote()
+
+    def _collect(self, number: int, tp: int, deadline_s: float) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        end = time.monotonic() + deadline_s
+        for rank in range(tp):
+            while not self._receive(answers, rank, number, POLL_S):
+                late = [other for other in range(rank, tp) if not self._receive(answers, other, number, 0.0)]
+                self._look_for_dead(number, 0.0)
+                if late and time.monotonic() > end:
+                    self._raise_late(late, number, deadline_s)
+        return [answers[rank] for rank in range(tp)]
+
+    def _receive(self, answers: dict[int, Answer], rank: int, number: int, timeout_s: float) -> bool:
+        """Whether the rank has answered, now or before."""
+        if rank in answers:
+            return True
+        message = self.transport.receive(rank, timeout_s)
+        if message is None:
+            return False
+        reply = messages.decode_reply(message[0])
+        if reply.error is not None:
+            self._look_for_dead(number, BLAME_S)  # a rank's error is often the echo of a peer's death
+            raise RankFailure(rank, number, reply.error)
+        if reply.number != number:
+            raise RankFailure(rank, number, f"answered step {reply.number}")
+        answers[rank] = Answer(reply, message[1:])
+        return True
+
+    def _look_for_dead(self, number: int, timeout_s: float) -> None:
+        ended, _ = ray.wait(self._sentinels, timeout=timeout_s)
+        for reference in ended:
+            try:
+                ray.get(reference)
+            except Exception as failure:
+                raise RankFailure(self._sentinels.index(reference), number, _cause_of_death(failure)) from failure
+
+    def _raise_late(self, late: list[int], number: int, deadline_s: float) -> None:
+        """Of the ranks without an answer, blame one whose process does not even answer a ping."""
+        pings = [self._ping(rank) for rank in late]
+        alive, _ = ray.wait(pings, num_returns=len(pings), timeout=BLAME_S)
+        for rank, ping in zip(late, pings, strict=True):
+            if ping not in alive:
+                raise RankFailure(rank, number, f"no answer within {deadline_s:g} s, nor to a ping: the process hangs")
+        raise RankFailure(late[0], number, f"no answer within {deadline_s:g} s; the process still answers a ping")
+
+    def _kill(self) -> None:
+        """End every rank's process, and return when they are gone."""
+        with ExitStack() as handles:
+            processes = [process for pid in self.pids if (process := _process(pid, handles)) is not None]
+            for actor in self._actors:
+                with suppress(Exception):  # Ray itself may be gone
+                    ray.kill(actor)
+            for process in _not_ended(processes, KILL_S):  # stopped or stuck in a driver
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            _not_ended(processes, KILL_S)
+
+
+def _gpus_each(size: int, device: str, oversubscribe: bool) -> float:
+    """GPUs a rank: 0 for CPU ranks. Raises ClusterError if device is "cuda" and the node has too few."""
+    gpus = cluster.this_node().gpus
+    if device == "cpu" or (device == "auto" and gpus < (1 if oversubscribe else size)):
+        return 0
+    if gpus < size and oversubscribe and gpus:
+        return math.floor(1e4 * gpus / size) / 1e4  # Ray counts in ten-thousandths
+    return 1
+
+
+def _process(pid: int, handles: ExitStack) -> int | None:
+    """A handle of the process that no later process with the same pid can take over; None if it is gone."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    handles.callback(os.close, handle)
+    return handle
+
+
+def _not_ended(processes: list[int], timeout_s: float) -> list[int]:
+    end = time.monotonic() + timeout_s
+    while processes and (left := end - time.monotonic()) > 0:
+        ended, _, _ = select.select(processes, [], [], left)
+        processes = [process for process in processes if process not in ended]
+    return processes
+
+
+def _cause_of_death(failure: Exception) -> str:
+    """What Ray knows about the end of a rank, without its general advice."""
+    detail = str(failure).rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0].strip()
+    return f"its process is gone: {detail}"

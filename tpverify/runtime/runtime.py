@@ -1,0 +1,238 @@
+"""The verify runtime: sequences in a paged latent cache, replicated over ranks that share out the query heads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tpverify.config import RuntimeConfig
+from tpverify.errors import ArgumentError, PoolFull
+from tpverify.ops.attention import KV_LORA_RANK, ROW_DIM, check_scale
+from tpverify.runtime.coordinator import Coordinator
+from tpverify.runtime.frames import frame_of, tensor_of
+from tpverify.runtime.messages import Attend, ContentDigest, TreeRequest, Write
+from tpverify.runtime.ranks import RankGroup
+from tpverify.tree.accept import Accept
+from tpverify.tree.draft_tree import DraftTree
+
+WRITE_BYTES = 8 << 20  # one Write message, so that a long prompt neither doubles memory nor outlasts a deadline
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A sequence's part of a verify step, for a tree of n nodes.
+
+    q: absorbed queries [layers, n, heads, row_dim]. tree_latents: the nodes' own latent rows [layers, n, row_dim].
+    Both in the runtime's dtype, on the CPU: torch tensors, or numpy arrays if that is float32. With one layer the
+    layers axis may be left out.
+    """
+
+    tree: DraftTree
+    q: Tensor | np.ndarray
+    tree_latents: Tensor | np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Verified:
+    """out: [layers, n, heads, kv_lora_rank] in the runtime's dtype. lse: float32 [layers, n, heads], natural log.
+
+    Heads in the model's order. No layers axis if the Draft's q had none. The tensors are the caller's own.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+class VerifyRuntime:
+    """Attention of tree verify steps over `cfg.tp` ranks. A context manager; not for several threads.
+
+    Changes to sequences take effect on the ranks with the next step. Errors: ArgumentError, before anything is sent,
+    for bad input or a sequence that is not open; PoolFull, with nothing changed, when the pool has too few free slots;
+    ClusterError when the ranks find no place; RankFailure when one fails, after which everything has been released.
+    group: at least cfg.tp ranks to use instead of starting some. Its device and deadline count then, not cfg's, and
+    closing the runtime leaves it running.
+    """
+
+    def __init__(self, cfg: RuntimeConfig, *, group: RankGroup | None = None) -> None:
+        if not isinstance(cfg, RuntimeConfig):
+            raise ArgumentError("cfg", "a RuntimeConfig", type(cfg).__name__)
+        if (cfg.geometry.kv_lora_rank, cfg.geometry.row_dim) != (KV_LORA_RANK, ROW_DIM):
+            raise ArgumentError("cfg.geometry", f"kv_lora_rank {KV_LORA_RANK} and rows of {ROW_DIM}", cfg.geometry)
+        self.cfg = cfg
+        self._dtype: torch.dtype = getattr(torch, cfg.dtype)
+        self._trees: dict[int, DraftTree] = {}
+        self._seconds: dict[str, float] = {}
+        self._owned = group is None
+        self._group = group or RankGroup(cfg.tp, cfg.device, cfg.deadline_s, oversubscribe=cfg.oversubscribe)
+        options = {
+            "num_heads": cfg.geometry.num_heads,
+            "row_dim": cfg.geometry.row_dim,
+            "num_layers": cfg.num_layers,
+            "num_slots": cfg.num_slots,
+            "dtype": cfg.dtype,
+        }
+        try:
+            self._coordinator = Coordinator(self._group, "attention", options, num_slots=cfg.num_slots, tp=cfg.tp)
+        except BaseException:
+            self._end()
+            raise
+        self._log = self._coordinator.log
+
+    def open(self) -> int:
+        """Number of a new, empty sequence."""
+        return self._log.open()
+
+    def append(self, seq: int, latents: Tensor | np.ndarray) -> None:
+        """Commit L further positions. latents: [layers, L, row_dim], or [L, row_dim] with one layer. Drops a tree."""
+        rows, _ = self._tensor("latents", latents, (None, self.cfg.geometry.row_dim))
+        start, count = self._log.length(seq), rows.shape[1]
+        if count == 0:
+            raise ArgumentError("latents", "at least one position", tuple(latents.shape))
+        self._log.append(seq, count)
+        self._trees.pop(seq, None)
+        chunk = max(1, WRITE_BYTES // (rows[:, :1].numel() * rows.element_size()))
+        for first in range(0, count, chunk):
+            part = rows[:, first : first + chunk]
+            self._coordinator.step(Write(seq, start + first, part.shape[1]), [frame_of(part)])
+
+    def verify(self, drafts: Mapping[int, Draft], *, softmax_scale: float) -> dict[int, Verified]:
+        """Score every draft's tree in one step. A tree verified before and not committed is dropped.
+
+        At most cfg.max_batch sequences, and cfg.max_nodes nodes in each tree, its root included.
+        """
+        check_scale(softmax_scale)
+        if not isinstance(drafts, Mapping) or not 1 <= len(drafts) <= self.cfg.max_batch:
+            got = len(drafts) if isinstance(drafts, Mapping) else type(drafts).__name__
+            raise ArgumentError("drafts", f"a mapping of 1 to max_batch={self.cfg.max_batch} sequences", got)
+        checked = {seq: self._check(seq, draft) for seq, draft in drafts.items()}
+        self._require_room({seq: len(draft.tree) for seq, draft in drafts.items()})
+
+        requests = []
+        for seq, draft in drafts.items():
+            self._log.draft(seq, len(draft.tree))
+            self._trees[seq] = draft.tree
+            words, depths = draft.tree.ancestor_words().astype("<u8"), draft.tree.depths.astype("<i4")
+            requests.append(TreeRequest(seq, len(draft.tree), words.tobytes(), depths.tobytes()))
+        latents = torch.cat([latents for _, latents, _ in checked.values()], dim=1)
+        q = torch.cat([q for q, _, _ in checked.values()], dim=1)
+        shards = [[frame_of(shard)] for shard in q.chunk(self.cfg.tp, dim=2)]
+        answers = self._coordinator.step(Attend(requests, float(softmax_scale)), [frame_of(latents)], shards)
+
+        self._seconds = answers[0].reply.seconds
+        out = tensor_of(answers[0].frames[0], self._dtype, (*q.shape[:3], self.cfg.geometry.kv_lora_rank))
+        lse = tensor_of(answers[0].frames[1], torch.float32, q.shape[:3])
+        return self._split(checked, out, lse)
+
+    def commit(self, seq: int, accepted: Accept) -> None:
+        """Keep the accepted path of the tree verified last: its nodes become the next positions, the rest go."""
+        self._log.length(seq)
+        tree = self._trees.get(seq)
+        if tree is None:
+            raise ArgumentError("seq", "a sequence with a verified tree that is not yet committed", seq)
+        self._log.commit(seq, _path_in(tree, accepted))
+        del self._trees[seq]
+
+    def fork(self, seq: int) -> int:
+        """Number of a new sequence with the committed positions of `seq`, in the same slots. A tree stays behind."""
+        return self._log.fork(seq)
+
+    def length(self, seq: int) -> int:
+        """Committed positions."""
+        return self._log.length(seq)
+
+    def close(self, seq: int | None = None) -> None:
+        """End a sequence; without one, end the runtime and its ranks. Ending the runtime again does nothing."""
+        if seq is None:
+            self._end()
+            return
+        self._log.close(seq)
+        self._trees.pop(seq, None)
+
+    def digests(self) -> dict[str | int, str]:
+        """Structural digests of the tables, {"driver": hex, 0: hex, ...}: equal when healthy."""
+        return self._coordinator.digests()
+
+    def content_digest(self, seq: int) -> dict[int, str]:
+        """{rank: hex}: each rank's hash of the sequence's rows in position order, wherever they are stored."""
+        self._log.length(seq)
+        return {answer.reply.rank: answer.result() for answer in self._coordinator.step(ContentDigest(seq))}
+
+    def stats(self) -> dict[str, Any]:
+        """The log's counts, steps sent, device, and rank 0's seconds by stage in the last verify."""
+        return self._log.stats() | {
+            "tp": self.cfg.tp,
+            "device": self._group.device,
+            "steps": self._coordinator.steps,
+            "last_verify_seconds": dict(self._seconds),
+        }
+
+    def __enter__(self) -> "VerifyRuntime":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._owned:
+            self._group.close()
+
+    def _check(self, seq: int, draft: Draft) -> tuple[Tensor, Tensor, bool]:
+        """q and latents with their layers axis, and whether the caller's q had it."""
+        self._log.length(seq)
+        if not isinstance(draft, Draft) or not isinstance(draft.tree, DraftTree):
+            raise ArgumentError(f"drafts[{seq}]", "a Draft with a DraftTree", type(draft).__name__)
+        n = len(draft.tree)
+        if n > self.cfg.max_nodes:
+            raise ArgumentError(
+                f"drafts[{seq}].tree", f"at most max_nodes={self.cfg.max_nodes} nodes, root included", n
+            )
+        geometry = self.cfg.geometry
+        q, had_layers = self._tensor(f"drafts[{seq}].q", draft.q, (n, geometry.num_heads, geometry.row_dim))
+        latents, _ = self._tensor(f"drafts[{seq}].tree_latents", draft.tree_latents, (n, geometry.row_dim))
+        return q, latents, had_layers
+
+    def _tensor(self, name: str, value: Any, shape: tuple[int | None, ...]) -> tuple[Tensor, bool]:
+        """A CPU tensor [layers, *shape] in the runtime's dtype, and whether `value` had the layers axis."""
+        if isinstance(value, np.ndarray) and value.dtype == np.float32:
+            value = torch.tensor(value)
+        if not isinstance(value, Tensor):
+            got = f"numpy {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+            raise ArgumentError(name, "a torch tensor, or a numpy array of float32", got)
+        if value.dtype != self._dtype or value.device.type != "cpu":
+            raise ArgumentError(name, f"{self.cfg.dtype} on the CPU", f"{value.dtype} on {value.device}")
+        had_layers = value.dim() == len(shape) + 1
+        tensor = value if had_layers or self.cfg.num_layers > 1 else value.unsqueeze(0)
+        expected = (self.cfg.num_layers, *shape)
+        if tensor.dim() != len(expected) or any(
+            e not in (None, s) for e, s in zip(expected, tensor.shape, strict=True)
+        ):
+            text = ", ".join("L" if size is None else str(size) for size in expected)
+            raise ArgumentError(name, f"[{text}]" + " or without layers" * (expected[0] == 1), tuple(value.shape))
+        return tensor.detach(), had_layers
+
+    def _require_room(self, nodes: dict[int, int]) -> None:
+        """All trees fit or none is drafted; the slots of uncommitted trees that they replace count as free."""
+        free = self._log.stats()["free"] + sum(len(self._log.tree_slots(seq)) for seq in nodes)
+        if sum(nodes.values()) > free:
+            raise PoolFull(f"{sum(nodes.values())} slots needed for {len(nodes)} trees, {free} are free")
+
+    @staticmethod
+    def _split(checked: dict[int, tuple[Tensor, Tensor, bool]], out: Tensor, lse: Tensor) -> dict[int, Verified]:
+        sizes = [q.shape[1] for q, _, _ in checked.values()]
+        results = {}
+        for seq, seq_out, seq_lse in zip(checked, out.split(sizes, 1), lse.split(sizes, 1), strict=True):
+            if not checked[seq][2]:
+                seq_out, seq_lse = seq_out[0], seq_lse[0]
+            results[seq] = Verified(seq_out.contiguous(), seq_lse.contiguous())
+        return results
+
+
+def _path_in(tree: DraftTree, accepted: Accept) -> np.ndarray:
+    path = np.asarray(getattr(accepted, "path", None))
+    fits = path.ndim == 1 and path.dtype.kind in "iu" and path.size and 0 <= path.min() <= path.max() < len(tree)
+    if not fits or path[0] != 0 or not np.array_equal(tree.parents[path[1:]], path[:-1]):
+        raise ArgumentError("accepted.path", "node indices down from the root of the tree verified last", path.tolist())
+    return path

@@ -1,0 +1,112 @@
+"""Two ways to carry a message to a rank and its answer back: sockets for serving, Ray calls as their oracle."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import ray
+import zmq
+
+from tpverify.errors import ClusterError
+from tpverify.runtime.messages import Frame
+
+CALLS = "calls"  # the actor's concurrency group for RayTransport
+
+
+class Transport(Protocol):
+    """One message in flight a rank. A rank that is gone never answers: whoever waits looks after the ranks too."""
+
+    def start(self, actors: Sequence[Any]) -> list[Any]:
+        """Make the ranks serve. Returns a Ray reference a rank that is ready only when the rank has ended."""
+
+    def settled(self) -> None:
+        """Called once, when every rank has answered for the first time."""
+
+    def send(self, rank: int, message: Sequence[Frame]) -> None: ...
+
+    def receive(self, rank: int, timeout_s: float) -> list[memoryview] | None:
+        """The rank's answer, or None if there is none within timeout_s."""
+
+    def close(self) -> None: ...
+
+
+class ZmqTransport:
+    """A PAIR socket a rank over ipc://, bound by the rank in a private directory that lives only until all have met."""
+
+    def __init__(self, size: int) -> None:
+        self._directory = tempfile.mkdtemp(prefix="tpverify-")  # mode 0700
+        self._context = zmq.Context(io_threads=1)
+        self._sockets = [self._connect(self._path(rank)) for rank in range(size)]
+
+    def _path(self, rank: int) -> str:
+        path = os.path.join(self._directory, str(rank))
+        if len(path) > zmq.IPC_PATH_MAX_LEN:
+            self.close()
+            raise ClusterError(f"socket path {path} is longer than {zmq.IPC_PATH_MAX_LEN} bytes: set a shorter TMPDIR")
+        return f"ipc://{path}"
+
+    def _connect(self, endpoint: str) -> zmq.Socket:
+        socket = self._context.socket(zmq.PAIR)
+        socket.linger = 0
+        socket.reconnect_ivl = 10  # ms; until the rank has bound it
+        socket.connect(endpoint)
+        return socket
+
+    def start(self, actors: Sequence[Any]) -> list[Any]:
+        return [actor.run.remote(self._path(rank)) for rank, actor in enumerate(actors)]
+
+    def settled(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)  # connections stay; a killed driver leaves nothing behind
+
+    def send(self, rank: int, message: Sequence[Frame]) -> None:
+        self._sockets[rank].send_multipart(message, copy=False)
+
+    def receive(self, rank: int, timeout_s: float) -> list[memoryview] | None:
+        if not self._sockets[rank].poll(round(timeout_s * 1000)):
+            return None
+        return [frame.buffer for frame in self._sockets[rank].recv_multipart(copy=False)]
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class RayTransport:
+    """Ray actor calls. Several times slower a step than sockets, and nothing of ours in between."""
+
+    def __init__(self, size: int) -> None:
+        self._actors: Sequence[Any] = []
+        self._answers: list[Any] = [None] * size
+
+    def start(self, actors: Sequence[Any]) -> list[Any]:
+        self._actors = actors
+        return [actor.idle.remote() for actor in actors]
+
+    def settled(self) -> None:
+        pass
+
+    def send(self, rank: int, message: Sequence[Frame]) -> None:
+        call = self._actors[rank].answer.options(concurrency_group=CALLS)
+        self._answers[rank] = call.remote([bytes(frame) for frame in message])
+
+    def receive(self, rank: int, timeout_s: float) -> list[memoryview] | None:
+        if not ray.wait([self._answers[rank]], timeout=timeout_s)[0]:
+            return None
+        try:
+            return [memoryview(frame) for frame in ray.get(self._answers[rank])]
+        except ray.exceptions.RayError:  # the rank is gone: its reference from `start` tells why
+            return None
+
+    def close(self) -> None:
+        self._actors = []
+
+
+def serve(endpoint: str, answer: Callable[[list[memoryview]], list[Frame]]) -> None:
+    """The rank's side of ZmqTransport: answer messages for ever."""
+    with zmq.Context(io_threads=1) as context, context.socket(zmq.PAIR) as socket:
+        socket.bind(endpoint)
+        while True:
+            message = [frame.buffer for frame in socket.recv_multipart(copy=False)]
+            socket.send_multipart(answer(message), copy=False)
