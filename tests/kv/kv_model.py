@@ -3,6 +3,10 @@
 import itertools
 import random
 
+import numpy as np
+
+from tpverify.kv.digest import mix64
+
 
 class Model:
     """What the log must hold. It is told which slots were handed out and checks that they could be."""
@@ -11,6 +15,9 @@ class Model:
         self.num_slots = num_slots
         self.prefix = {}
         self.tree = {}
+        self.slot_keys, self.position_keys = (
+            [int(key) for key in np.random.PCG64(stream).random_raw(num_slots)] for stream in (1, 2)
+        )
 
     def free(self):
         used = set(itertools.chain(*self.prefix.values(), *self.tree.values()))
@@ -52,6 +59,18 @@ class Model:
     def structure(self):
         """All that the digest stands for, hashable."""
         return tuple(sorted((seq, tuple(self.prefix[seq]), tuple(self.tree[seq])) for seq in self.prefix))
+
+    def digest(self):
+        """The digest by its definition, from nothing but the present tables, in Python integers."""
+        total = 0
+        for seq, prefix, tree in self.structure():
+            word = mix64((mix64(seq) + self._key_sum(prefix)) % 2**64)
+            word = mix64((word + self._key_sum(tree)) % 2**64)
+            total += mix64(word ^ len(prefix) ^ len(tree) * 2**32)
+        return f"{total % 2**64:016x}"
+
+    def _key_sum(self, slots):
+        return sum(self.slot_keys[slot] * self.position_keys[i] for i, slot in enumerate(slots))
 
     def check_tables(self, tables):
         """A KvLog's or a Replica's tables are this model's."""

@@ -32,8 +32,19 @@ BASE = (Open(0), Open(1), Append(0, int32(5, 6, 7)), Append(1, int32(8)), Draft(
         (Open(0), Draft(0, int32(5, 6, 7, 9)), Commit(0, int32(0, 1, 2)), Open(1), *BASE[3:]),
         (*BASE[:4], Draft(1, int32(20, 30, 31)), BASE[4]),
         (*BASE, Fork(0, 2), Append(2, int32(33)), Close(2)),
+        (Open(2), Append(2, int32(5, 6)), Fork(2, 0), Close(2), Append(0, int32(7)), Open(1), *BASE[3:]),
+        (Open(0), Open(1), Draft(0, int32(5, 6)), Append(0, int32(5, 6, 7)), *BASE[3:]),
     ],
-    ids=["other order", "piecewise", "drafted", "drafted wider", "redrafted", "forked and closed"],
+    ids=[
+        "other order",
+        "piecewise",
+        "drafted",
+        "drafted wider",
+        "redrafted",
+        "child closed",
+        "parent closed",
+        "tree dropped by an append",
+    ],
 )
 def test_equal_tables_have_equal_digests(entries):
     assert digest_of(*entries) == digest_of(*BASE)
@@ -56,6 +67,7 @@ OTHERS = {
     "root committed": (*BASE, Commit(1, int32(0))),
     "another tree": (*BASE[:4], Draft(1, int32(10, 12))),
     "forked": (*BASE, Fork(0, 2)),
+    "forked from the other": (*BASE, Fork(1, 2)),
     "empty": (),
 }
 

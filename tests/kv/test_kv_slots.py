@@ -73,20 +73,30 @@ def test_slots_from_a_message_are_checked(bad):
 
 def test_a_fresh_pool_hands_out_one_run():
     free = FreeSlots(100_000)
-    assert free.take(33).tolist() == list(range(1, 34))
-    assert free.take(99_966).tolist() == list(range(34, 100_000))
-    assert free.count == 0 and free.take(0).size == 0
+    assert free.take_recent(33).tolist() == list(range(1, 34))
+    assert free.take_run(99_966).tolist() == list(range(34, 100_000))
+    assert free.count == 0 and free.take_run(0).size == 0
+
+
+def test_trees_reuse_their_slots_and_leave_the_rest_in_one_run():
+    free = FreeSlots(1000)
+    for _ in range(50):
+        tree = free.take_recent(33)
+        assert tree[-1] <= 33
+        free.give(tree[::-1])
+    assert free.take_run(900).tolist() == list(range(34, 934))
 
 
 def test_slots_given_back_in_any_order_come_out_ascending():
     free = FreeSlots(9)
-    free.take(8)
-    for slot in (7, 2, 8, 1):
+    free.take_run(8)
+    for slot in (7, 2, 8, 1, 6):
         free.give(slots(slot))
-    assert free.count == 4
-    assert free.take(3).tolist() == [1, 2, 7]
+    assert free.count == 5
+    assert free.take_recent(2).tolist() == [1, 6]
+    assert free.take_run(2).tolist() == [2, 7]
     free.give(slots(5))
-    assert free.take(2).tolist() == [5, 8]
+    assert free.take_recent(2).tolist() == [5, 8]
 
 
 def test_every_slot_is_out_at_most_once():
@@ -94,7 +104,8 @@ def test_every_slot_is_out_at_most_once():
     rng, free, out = random.Random(0), FreeSlots(300), []
     for _ in range(3000):
         if rng.random() < 0.5 and free.count:
-            taken = free.take(rng.randint(1, min(free.count, 60))).tolist()
+            take = rng.choice([free.take_run, free.take_recent])
+            taken = take(rng.randint(1, min(free.count, 60))).tolist()
             assert taken == sorted(taken) and not set(taken) & set(out) and 0 not in taken
             out += taken
         elif out:

@@ -121,6 +121,7 @@ class LogMachine(RuleBasedStateMachine):
         self.model.check_tables(self.log)
         self.model.check_tables(self.prompt)
         self.model.check_sharing()
+        assert self.log.digest() == self.model.digest()
         assert self.digest_of.setdefault(self.model.structure(), self.log.digest()) == self.log.digest()
         assert len(set(self.digest_of.values())) == len(self.digest_of)
 

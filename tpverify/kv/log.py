@@ -108,12 +108,16 @@ class KvLog:
 
     def append(self, seq: int, n: int) -> Slots:
         """Slots, int32 [n], of n further committed positions. An uncommitted tree is dropped: its root moved."""
-        self._record(Append(seq, self._take(seq, n, 2**31 - 1)))
+        check_range("n", n, 1, 2**31 - 1)
+        self._make_room(seq, n)
+        self._record(Append(seq, _wire(self._free.take_run(n))))
         return self.prefix_slots(seq)[-n:]
 
     def draft(self, seq: int, n: int) -> Slots:
         """Scratch slots, int32 [n], of a tree of n <= 1024 nodes, root included. An uncommitted tree is dropped."""
-        self._record(Draft(seq, self._take(seq, n, MAX_NODES)))
+        check_range("n", n, 1, MAX_NODES)
+        self._make_room(seq, n)
+        self._record(Draft(seq, _wire(self._free.take_recent(n))))
         return self.tree_slots(seq)
 
     def commit(self, seq: int, path: npt.ArrayLike) -> None:
@@ -167,14 +171,12 @@ class KvLog:
         self._pending.append(entry)
         self._recorded += 1
 
-    def _take(self, seq: int, n: int, most: int) -> bytes:
-        """Take n slots, those of the tree about to be dropped included."""
-        check_range("n", n, 1, most)
+    def _make_room(self, seq: int, n: int) -> None:
+        """Drop the sequence's tree if n slots are free then, else PoolFull."""
         available = self._free.count + self._tables[seq].tree.size
         if n > available:
             raise PoolFull(f"{n} slots needed, {available} are free")
         self._free.give(self._tables.drop_tree(seq))
-        return self._free.take(n).astype(WIRE_INT32, copy=False).tobytes()
 
     def _check_room(self) -> None:
         if len(self._tables) == self._max_sequences:
@@ -251,6 +253,10 @@ class Replica:
     def _fence(self, cause: str) -> NoReturn:
         self._fenced = Fenced(cause)
         raise self._fenced
+
+
+def _wire(slots: Slots) -> bytes:
+    return slots.astype(WIRE_INT32, copy=False).tobytes()
 
 
 def _int32(argument: str, raw: bytes) -> npt.NDArray[Any]:

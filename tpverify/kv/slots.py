@@ -74,36 +74,43 @@ class SlotStates:
 
 
 class FreeSlots:
-    """The coordinator's free list: `take` hands out ascending slots, `give` takes slots back in any order.
+    """The coordinator's free list: an ascending part, and a stack of the slots given back since it was last sorted.
 
-    Slots are taken from a sorted list and given back to an unsorted one; the two are merged only when the first runs
-    short. Runs stay several times longer than first-in first-out leaves them, and a slot is sorted about once a life
-    (the lazy sort of SGLang's page-1 allocator).
+    Prompts take from the ascending part; trees, most of whose slots return a step later, live off the stack. So trees
+    do not break up the ascending part and prompts stay in few extents (`bench/bench_kv.py` prints how few). The stack
+    is merged in only when the ascending part runs short, so a slot is sorted about once a life.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._sorted = np.arange(1, num_slots, dtype=np.int32)
+        self._ascending = np.arange(1, num_slots, dtype=np.int32)
         self._next = 0
-        self._returned = np.empty(num_slots, np.int32)
-        self._num_returned = 0
+        self._stack = np.empty(num_slots, np.int32)
+        self._stacked = 0
 
     @property
     def count(self) -> int:
         """Slots that can be taken."""
-        return self._sorted.size - self._next + self._num_returned
+        return self._ascending.size - self._next + self._stacked
 
-    def take(self, n: int) -> Slots:
-        """Remove n slots, ascending, int32 [n]; n <= count."""
+    def take_run(self, n: int) -> Slots:
+        """Remove n <= count slots for rows that stay: ascending, int32 [n], the next ones of the ascending part."""
         assert n <= self.count
-        if n > self._sorted.size - self._next:
-            self._sorted = np.sort(np.concatenate((self._sorted[self._next :], self._returned[: self._num_returned])))
-            self._next = self._num_returned = 0
+        if n > self._ascending.size - self._next:
+            self._ascending = np.sort(np.concatenate((self._ascending[self._next :], self._stack[: self._stacked])))
+            self._next = self._stacked = 0
         start = self._next
         self._next = end = start + n
-        return self._sorted[start:end]
+        return self._ascending[start:end]
+
+    def take_recent(self, n: int) -> Slots:
+        """Remove n <= count slots for rows that mostly return soon: ascending, int32 [n], those given back last."""
+        if n > self._stacked:
+            return self.take_run(n)
+        self._stacked -= n
+        return np.sort(self._stack[self._stacked : self._stacked + n])
 
     def give(self, slots: Slots) -> None:
         """Add slots, int32, which the states say are free."""
-        end = self._num_returned + slots.size
-        self._returned[self._num_returned : end] = slots
-        self._num_returned = end
+        end = self._stacked + slots.size
+        self._stack[self._stacked : end] = slots
+        self._stacked = end

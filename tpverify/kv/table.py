@@ -99,9 +99,9 @@ class SequenceTables:
             raise ArgumentError("path", f"ascending node indices from 0 to {tree.size - 1}, the root first", path)
         rejected = np.ones(tree.size, np.bool_)
         rejected.put(path, False)
-        freed = tree[rejected]
-        self.slots.settle(tree.take(path), freed)
-        self._commit(sequence, tree.take(path))
+        accepted, freed = tree.take(path), tree[rejected]
+        self.slots.settle(accepted, freed)
+        self._commit(sequence, accepted)
         self._clear_tree(seq, sequence)
         return freed
 
