@@ -102,8 +102,8 @@ def mean_runs(num_slots: int, steps: int = 1500) -> tuple[float, float]:
 
     def start() -> int:
         seq = log.open()
-        prompt[seq] = log.append(seq, rng.randint(200, 4000)).size
-        goal[seq] = prompt[seq] + rng.randint(100, 6000)
+        prompt[seq] = log.append(seq, rng.randint(num_slots // 1000, num_slots // 70)).size
+        goal[seq] = prompt[seq] + rng.randint(num_slots // 2000, num_slots // 70)
         return seq
 
     seqs = [start() for _ in range(32)]
