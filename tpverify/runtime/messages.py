@@ -58,6 +58,53 @@ class Attend(_Work, frozen=True):
     softmax_scale: float
 
 
+class DecodeRequest(msgspec.Struct, array_like=True, frozen=True):
+    """One sequence's tokens of a decode step: int64 tokens [n] and int32 parents [n], little-endian, as in DraftTree.
+
+    A prompt's chunk is a chain that is committed as it is (prompt = True); a draft tree is walked by the target's choices:
+    argmax at temperature 0, else a draw keyed by (seed, position). candidates: tokens a depth to draft after it; 0 for a
+    sequence that is never drafted for.
+    """
+
+    seq: int
+    tokens: bytes
+    parents: bytes
+    prompt: bool
+    temperature: float
+    seed: int
+    candidates: int
+
+
+class Decode(_Work, frozen=True):
+    """One forward pass over all requests' trees. Result of rank 0: Decoded; of the others: None."""
+
+    requests: list[DecodeRequest]
+
+
+class DecodedRequest(msgspec.Struct, array_like=True, frozen=True):
+    """path: int32 accepted nodes, the root first. bonus: the target's token after them. The drafter's proposal for what
+    follows the bonus: float32 logprobs [depth, candidates], int64 token_ids of the same shape, empty without a draft."""
+
+    path: bytes
+    bonus: int
+    logprobs: bytes
+    token_ids: bytes
+
+
+class Decoded(msgspec.Struct, array_like=True, frozen=True):
+    """requests as in the Decode; seconds of rank 0 by stage: verify, accept, draft."""
+
+    requests: list[DecodedRequest]
+    seconds: dict[str, float]
+
+
+class HiddenDigest(_Work, frozen=True):
+    """Hash of the final hidden states of a sequence's first `count` positions. Result: 16 hex digits."""
+
+    seq: int
+    count: int
+
+
 class ContentDigest(_Work, frozen=True):
     """Hash of a sequence's committed rows in position order. Result: 16 hex digits."""
 
@@ -68,7 +115,7 @@ class Ping(_Work, frozen=True):
     """Nothing but the log entries. The reply returns the frames as they came."""
 
 
-Work = Configure | Write | Attend | ContentDigest | Ping
+Work = Configure | Write | Attend | Decode | HiddenDigest | ContentDigest | Ping
 
 
 class Step(msgspec.Struct, array_like=True, frozen=True):

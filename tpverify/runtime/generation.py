@@ -1,0 +1,200 @@
+"""One sequence being generated: what goes into its next step, and what comes out of it."""
+
+from collections.abc import Sequence as Listlike
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tpverify.config import MAX_NODES, check_range
+from tpverify.errors import ArgumentError
+from tpverify.kv.log import KvLog
+from tpverify.runtime.messages import DecodedRequest, DecodeRequest
+from tpverify.tree import AutoBudget, DraftTree, build_ddtree_topk
+
+STRATEGIES = ("ddtree", "chain", "autoregressive")
+BYTES = 256  # a vocabulary of this size is the bytes themselves
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """tokens: what was generated, without the stop sequence. text: those bytes as UTF-8, None unless the model is byte-level.
+
+    accept_lengths: tau of each verify step, the root counted. stats: finish_reason ("length" or "stop"), prompt_tokens,
+    steps, prompt_steps, seconds by stage, hidden_digest (of the final hidden states of all positions that chose a token).
+    """
+
+    tokens: list[int]
+    text: str | None
+    accept_lengths: list[int]
+    stats: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Checked once for all prompts of a call. stop: token sequences."""
+
+    max_new_tokens: int
+    strategy: str
+    budget: int | str
+    temperature: float
+    seed: int
+    stop: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        check_range("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
+        if self.strategy not in STRATEGIES:
+            raise ArgumentError("strategy", f"one of {', '.join(STRATEGIES)}", repr(self.strategy))
+        if self.budget != "auto":
+            check_range("budget", self.budget, 0, MAX_NODES - 1)
+        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < 1e6:
+            raise ArgumentError("temperature", "a number from 0 (greedy)", repr(self.temperature))
+        check_range("seed", self.seed, 0, 2**64 - 1)
+
+
+def encode(name: str, text: Any, vocab_size: int) -> list[int]:
+    """Token ids of a str (as UTF-8) or bytes for a byte-level model, or of a list of token ids for any."""
+    if isinstance(text, str):
+        text = text.encode()
+    if isinstance(text, bytes) and vocab_size != BYTES:
+        raise ArgumentError(name, f"token ids: this model of {vocab_size} tokens has no byte vocabulary", type(text).__name__)
+    if not isinstance(text, (bytes, Listlike, np.ndarray)):
+        raise ArgumentError(name, "a str, bytes or a list of token ids", type(text).__name__)
+    tokens = list(text)
+    if not tokens:
+        raise ArgumentError(name, "at least one token", "none")
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
+            raise ArgumentError(name, f"token ids from 0 to {vocab_size - 1}", repr(token))
+    return [int(token) for token in tokens]
+
+
+@dataclass
+class Generation:
+    """A sequence from its prompt to its last token. `seq` is its number in the log once it is admitted."""
+
+    prompt: list[int]
+    options: GenerationOptions
+    auto: AutoBudget
+    prefill_chunk: int
+    vocab_size: int
+    seq: int = -1
+    tokens: list[int] = field(default_factory=list)
+    accept_lengths: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    prompt_steps: int = 0
+    finish_reason: str | None = None
+    emitted: int = 0
+    _prefilled: int = 0
+    _tree: DraftTree | None = None
+    _verified: int = 0  # nodes of the tree that the last step verified, 0 after a prompt's chunk
+
+    @property
+    def budget(self) -> int:
+        """Drafted nodes of the next tree."""
+        return self.auto.budget if self.options.budget == "auto" else int(self.options.budget)
+
+    def slots_needed(self, depth: int) -> int:
+        """Pool slots that the sequence can come to hold at once, with a drafter of this depth."""
+        if self.options.strategy == "autoregressive":
+            return len(self.prompt) + self.options.max_new_tokens
+        width = depth if self.options.strategy == "chain" else self.budget_limit
+        return len(self.prompt) + self.options.max_new_tokens + depth + 1 + width
+
+    @property
+    def budget_limit(self) -> int:
+        return self.auto.candidates[-1] if self.options.budget == "auto" else int(self.options.budget)
+
+    def request(self, log: KvLog) -> DecodeRequest:
+        """What the next step decodes; reserves the tree's slots in the log."""
+        prompt = self._prefilled < len(self.prompt)
+        if prompt:
+            tree = DraftTree.chain(self.prompt[self._prefilled : self._prefilled + self.prefill_chunk])
+        else:
+            assert self._tree is not None
+            tree = self._tree
+        self._tree = tree
+        log.draft(self.seq, len(tree))
+        return DecodeRequest(
+            self.seq,
+            tree.tokens.astype("<i8").tobytes(),
+            tree.parents.astype("<i4").tobytes(),
+            prompt,
+            float(self.options.temperature),
+            self.options.seed,
+            self._candidates(),
+        )
+
+    def _candidates(self) -> int:
+        """Tokens a depth that the next tree may choose from."""
+        if self.options.strategy == "autoregressive":
+            return 0
+        return 1 if self.options.strategy == "chain" else max(1, min(self.budget_limit, self.vocab_size))
+
+    def take(self, answer: DecodedRequest, log: KvLog) -> None:
+        """Commit the accepted path, take over its tokens and the bonus, and say whether that ends the sequence."""
+        tree, path = self._tree, np.frombuffer(answer.path, "<i4")
+        assert tree is not None
+        log.commit(self.seq, path)
+        if self._prefilled < len(self.prompt):
+            self._prefilled += len(path)
+            self.prompt_steps += 1
+            if self._prefilled < len(self.prompt):
+                return
+        else:
+            self._verified = len(tree)
+            self.accept_lengths.append(len(path))
+            self.tokens += tree.tokens[path[1:]].tolist()
+        self.tokens.append(answer.bonus)
+        self._cut()
+
+    def _cut(self) -> None:
+        """End at the first stop sequence or at max_new_tokens, wherever in the accepted path that is."""
+        tokens, stops = self.tokens, self.options.stop
+        longest = max(map(len, stops), default=0)
+        for end in range(self.emitted + 1, min(len(tokens), self.options.max_new_tokens) + 1):
+            for stop in stops:
+                if tuple(tokens[max(0, end - len(stop)) : end]) == stop:
+                    self.finish_reason = "stop"
+                    del tokens[end - len(stop) :]
+                    self.emitted = len(tokens)
+                    return
+        if len(tokens) >= self.options.max_new_tokens:
+            self.finish_reason = "length"
+            del tokens[self.options.max_new_tokens :]
+            self.emitted = len(tokens)
+            return
+        self.emitted = max(self.emitted, len(tokens) - max(0, longest - 1))  # the rest may turn out to begin a stop
+
+    def grow(self, answer: DecodedRequest) -> None:
+        """Build the next tree below the bonus token from the drafter's proposal."""
+        if self._prefilled < len(self.prompt) or self.finish_reason is not None:
+            return
+        width = self._candidates()
+        logprobs = np.frombuffer(answer.logprobs, "<f4").reshape(-1, width or 1)
+        token_ids = np.frombuffer(answer.token_ids, "<i8").reshape(-1, width or 1)
+        if self.options.strategy == "ddtree":
+            self._tree = build_ddtree_topk(
+                logprobs, token_ids, root_token=answer.bonus, budget=self.budget, vocab_size=self.vocab_size
+            )
+        else:
+            self._tree = DraftTree.chain([answer.bonus, *token_ids[:, 0]])
+
+    def account(self, seconds: dict[str, float], step_seconds: float) -> None:
+        """Where the time of a step that this sequence was in went; what the step says about its budget."""
+        for stage, value in seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + value
+        if self.options.budget == "auto" and self._verified:
+            self.auto.update(self._verified, step_seconds, self.accept_lengths[-1])
+
+    def result(self, hidden_digest: str) -> GenerationResult:
+        text = bytes(self.tokens).decode(errors="replace") if self.vocab_size == BYTES else None
+        stats = {
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": len(self.prompt),
+            "steps": len(self.accept_lengths),
+            "prompt_steps": self.prompt_steps,
+            "seconds": dict(self.seconds),
+            "hidden_digest": hidden_digest,
+        }
+        return GenerationResult(self.tokens, text, self.accept_lengths, stats)
