@@ -92,7 +92,7 @@ typedef struct tpv_accept_sampled_params {
     uint64_t struct_size;
     tpv_tree tree;
     int64_t vocab_size;
-    const double* target_probs; /* [n, vocab_size] */
+    const double* target_probs; /* [n, vocab_size], >= 0, rows that sum to 1: the caller has checked */
     const double* coins;        /* [n] in [0, 1) */
     double final_coin;          /* [0, 1) */
     double threshold_single;    /* [0, 1]; 1 and 1 is exact, below is lossy */

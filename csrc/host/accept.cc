@@ -8,6 +8,10 @@
 namespace {
 
 tpv_status check_tree(const tpv_tree& tree) {
+    if (tpv_status status = tpv::check_pointers(
+            {{"tokens", tree.tokens}, {"first_child", tree.first_child}, {"next_sibling", tree.next_sibling}});
+        status != TPV_OK)
+        return status;
     if (tree.num_nodes < 1 || tree.num_nodes > TPV_MAX_NODES)
         return tpv::fail(TPV_INVALID_ARGUMENT, "num_nodes: expected 1..%d, got %d", TPV_MAX_NODES, tree.num_nodes);
     for (int32_t i = 0; i < tree.num_nodes; ++i) {
@@ -67,6 +71,9 @@ extern "C" tpv_status tpv_accept_greedy(tpv_accept_greedy_params* params) {
     return tpv::guarded([&]() -> tpv_status {
         if (tpv_status status = tpv::check_struct(params); status != TPV_OK) return status;
         if (tpv_status status = check_tree(params->tree); status != TPV_OK) return status;
+        if (tpv_status status = tpv::check_pointers({{"target_tokens", params->target_tokens}, {"path", params->path}});
+            status != TPV_OK)
+            return status;
         int32_t node = 0;
         for (params->path_length = 0; node >= 0;) {
             params->path[params->path_length++] = node;
@@ -82,6 +89,13 @@ extern "C" tpv_status tpv_accept_sampled(tpv_accept_sampled_params* params) {
     return tpv::guarded([&]() -> tpv_status {
         if (tpv_status status = tpv::check_struct(params); status != TPV_OK) return status;
         if (tpv_status status = check_tree(params->tree); status != TPV_OK) return status;
+        if (tpv_status status = tpv::check_pointers(
+                {{"target_probs", params->target_probs}, {"coins", params->coins}, {"path", params->path}});
+            status != TPV_OK)
+            return status;
+        if (params->vocab_size < 1)
+            return tpv::fail(TPV_INVALID_ARGUMENT, "vocab_size: expected at least 1, got %lld",
+                             static_cast<long long>(params->vocab_size));
         for (int32_t i = 1; i < params->tree.num_nodes; ++i) {
             const long long token = params->tree.tokens[i];
             if (token < 0 || token >= params->vocab_size)

@@ -218,6 +218,15 @@ extern "C" tpv_status tpv_build_ddtree(tpv_ddtree_params* params) {
         if (status == TPV_OK) status = check_range("depth", params->depth, TPV_MAX_DEPTH);
         if (status == TPV_OK) status = check_range("k", params->k, std::numeric_limits<int32_t>::max());
         if (status == TPV_OK) status = check_range("budget", params->budget, TPV_MAX_NODES - 1);
+        if (status == TPV_OK && params->depth > 0 && params->k > 0)
+            status = tpv::check_pointers({{"logprobs", params->logprobs}, {"token_ids", params->token_ids}});
+        if (status == TPV_OK)
+            status = tpv::check_pointers({{"tokens", params->tokens},
+                                          {"parents", params->parents},
+                                          {"depths", params->depths},
+                                          {"first_child", params->first_child},
+                                          {"next_sibling", params->next_sibling},
+                                          {"ancestor_words", params->ancestor_words}});
         if (status != TPV_OK) return status;
         return Builder(*params).run();
     });

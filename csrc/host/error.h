@@ -4,6 +4,7 @@
 #include "../tpverify.h"
 
 #include <exception>
+#include <initializer_list>
 #include <new>
 
 namespace tpv {
@@ -29,6 +30,17 @@ tpv_status check_struct(const Params* params) {
     if (params->struct_size != sizeof(Params))
         return fail(TPV_INVALID_ARGUMENT, "struct_size: expected %zu, got %llu", sizeof(Params),
                     static_cast<unsigned long long>(params->struct_size));
+    return TPV_OK;
+}
+
+struct Pointer {
+    const char* name;
+    const void* value;
+};
+
+inline tpv_status check_pointers(std::initializer_list<Pointer> pointers) {
+    for (const Pointer& p : pointers)
+        if (p.value == nullptr) return fail(TPV_INVALID_ARGUMENT, "%s: expected an array, got NULL", p.name);
     return TPV_OK;
 }
 

@@ -77,6 +77,20 @@ def test_a_struct_of_another_size_is_refused(host_library):
             native.check(host_library, getattr(host_library, name)(None))
 
 
+def test_null_arrays_are_refused(host_library):
+    arrays = {"logprobs": np.zeros((1, 1), np.float32), "token_ids": np.zeros((1, 1), int), "tokens": np.zeros(2, int)}
+    params = native.DdtreeParams(ctypes.sizeof(native.DdtreeParams), 1, 1, 1)
+    for field in ("logprobs", "token_ids", "tokens", "parents"):
+        with pytest.raises(ArgumentError, match=f"{field}: expected an array, got NULL"):
+            native.check(host_library, host_library.tpv_build_ddtree(params))
+        if field in arrays:
+            setattr(params, field, arrays[field].ctypes.data)
+    for name in ("tpv_accept_greedy", "tpv_accept_sampled"):
+        accept = native.FUNCTIONS[name](ctypes.sizeof(native.FUNCTIONS[name]))
+        with pytest.raises(ArgumentError, match="tokens: expected an array, got NULL"):
+            native.check(host_library, getattr(host_library, name)(accept))
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("depth", 65), ("depth", -1), ("k", -1), ("budget", 1024), ("budget", -1)]
 )
