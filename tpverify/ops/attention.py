@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from tpverify.config import MAX_NODES
 from tpverify.errors import ArgumentError
 from tpverify.ops import reference
+from tpverify.ops.reference import RequestPlan
 
 BACKENDS = ("auto", "cuda", "cuda_fp32", "cuda_naive", "reference")
 KV_LORA_RANK = 512
@@ -80,37 +81,24 @@ def verify_attention(
     if not isinstance(batch_invariant, bool):
         raise ArgumentError("batch_invariant", "a bool", repr(batch_invariant))
     require_backend(backend, q.device)
-    checked = check_requests(requests, kv_pool.shape[0])
-    total = sum(request.nodes for request in checked)
+    plans = plan_requests(requests, q.shape[1], kv_pool.shape[0])
+    total = sum(plan.nodes for plan in plans)
     if total != q.shape[0]:
         raise ArgumentError("q", f"{total} rows, the nodes of all requests", tuple(q.shape))
     out = q.new_empty(total, q.shape[1], KV_LORA_RANK)
     lse = torch.empty(total, q.shape[1])
-    run_reference(q, kv_pool, checked, out, lse, softmax_scale)
+    run_reference(q, kv_pool, plans, out, lse, softmax_scale)
     return out, lse
 
 
-class CheckedRequest(NamedTuple):
-    """A request in the form backends take: int64 slots, uint64 ancestor words, int32 depths."""
-
-    prefix: Tensor
-    tree: Tensor
-    words: np.ndarray
-    depths: np.ndarray
-
-    @property
-    def nodes(self) -> int:
-        return len(self.depths)
-
-
 def run_reference(
-    q: Tensor, kv_pool: Tensor, requests: Sequence[CheckedRequest], out: Tensor, lse: Tensor, softmax_scale: float
+    q: Tensor, kv_pool: Tensor, plans: Sequence[RequestPlan], out: Tensor, lse: Tensor, softmax_scale: float
 ) -> None:
-    """The reference over checked requests, into out and lse (see verify_attention)."""
+    """The reference over prepared requests, into out and lse (see verify_attention)."""
     row = 0
-    for request in requests:
-        rows = slice(row, row + request.nodes)
-        out[rows], lse[rows] = reference.verify(q[rows], kv_pool, *request, out.shape[-1], softmax_scale)
+    for plan in plans:
+        rows = slice(row, row + plan.nodes)
+        out[rows], lse[rows] = reference.verify(q[rows], kv_pool, plan, out.shape[-1], softmax_scale)
         row = rows.stop
 
 
@@ -119,13 +107,19 @@ def require_backend(backend: str, device: torch.device) -> None:
     if backend not in BACKENDS:
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", repr(backend))
     if backend.startswith("cuda") or (backend == "auto" and device.type == "cuda"):
-        raise ArgumentError("backend", "'reference' on CPU tensors: this build has no CUDA kernels", f"{backend!r} on {device}")
+        raise ArgumentError(
+            "backend", "'reference' on CPU tensors: this build has no CUDA kernels", f"{backend!r} on {device}"
+        )
     if device.type != "cpu":
         raise ArgumentError("backend", "CPU tensors for 'reference'", f"tensors on {device}")
 
 
 def check_scale(softmax_scale: float) -> None:
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)) or not math.isfinite(softmax_scale):
+    if (
+        isinstance(softmax_scale, bool)
+        or not isinstance(softmax_scale, (int, float))
+        or not math.isfinite(softmax_scale)
+    ):
         raise ArgumentError("softmax_scale", "a finite number", repr(softmax_scale))
 
 
@@ -144,12 +138,12 @@ def check_tensors(q: Tensor, kv_pool: Tensor, row_dim: int = ROW_DIM) -> None:
         raise ArgumentError("kv_pool", f"{q.dtype} on {q.device} like q", f"{kv_pool.dtype} on {kv_pool.device}")
 
 
-def check_requests(requests: Sequence[VerifyRequest], pool_slots: int) -> list[CheckedRequest]:
-    """Raise ArgumentError unless every request fits a pool of `pool_slots` rows."""
-    return [_check_request(f"requests[{i}]", request, pool_slots) for i, request in enumerate(requests)]
+def plan_requests(requests: Sequence[VerifyRequest], heads: int, pool_slots: int) -> list[RequestPlan]:
+    """Check and prepare. Raises ArgumentError unless every request fits a pool of `pool_slots` rows."""
+    return [_plan_request(f"requests[{i}]", request, heads, pool_slots) for i, request in enumerate(requests)]
 
 
-def _check_request(name: str, request: VerifyRequest, pool_slots: int) -> CheckedRequest:
+def _plan_request(name: str, request: VerifyRequest, heads: int, pool_slots: int) -> RequestPlan:
     if not isinstance(request, VerifyRequest):
         raise ArgumentError(name, "a VerifyRequest", type(request).__name__)
     prefix = _check_slots(f"{name}.prefix_slots", request.prefix_slots, pool_slots)
@@ -159,10 +153,12 @@ def _check_request(name: str, request: VerifyRequest, pool_slots: int) -> Checke
     if not 1 <= n <= MAX_NODES:
         raise ArgumentError(f"{name}.tree", f"1 to {MAX_NODES} nodes", n)
     if words.dtype != np.uint64 or words.shape != (n, -(-n // 64)):
-        raise ArgumentError(f"{name}.tree", f"ancestor words uint64 [{n}, {-(-n // 64)}]", f"{words.dtype} {words.shape}")
+        raise ArgumentError(
+            f"{name}.tree", f"ancestor words uint64 [{n}, {-(-n // 64)}]", f"{words.dtype} {words.shape}"
+        )
     if len(tree) != n:
         raise ArgumentError(f"{name}.tree_slots", f"{n} slots, one a node", len(tree))
-    return CheckedRequest(prefix, tree, words, depths)
+    return RequestPlan(prefix, tree, words, depths, heads)
 
 
 def _check_slots(name: str, slots: np.ndarray | Tensor, pool_slots: int) -> Tensor:

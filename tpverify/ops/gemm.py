@@ -23,7 +23,7 @@ def pad_rows(x: Tensor) -> Tensor:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] @ b [K, N] with M a multiple of ROWS: float32 [M, N], each row a function of that row of `a` and of `b` alone."""
-    step = SLAB if _rows_independent(a.shape[1], b.shape[1], b.stride(1) == 1, b.stride(0)) else ROWS
+    step = SLAB if rows_independent(a.shape[1], b.shape[1], b.stride(1) == 1) else ROWS
     if a.shape[0] <= step:
         return torch.mm(a, b)
     return torch.cat([torch.mm(block, b) for block in a.split(step)])
@@ -34,22 +34,46 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return matmul(pad_rows(x), weight.t())[: x.shape[0]]
 
 
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    """q [M, K] @ k [C, K].T with M a multiple of ROWS and C of CHUNK: a score depends on its row of q and of k alone."""
+    width = score_columns(q.shape[1])
+    if len(k) <= width:
+        return matmul(q, k.t())
+    return torch.cat([matmul(q, block.t()) for block in k.split(width)], dim=1)
+
+
 @functools.cache
-def _rows_independent(k: int, n: int, row_major: bool, stride: int) -> bool:
-    """Does one product over M rows give the bits of M / ROWS products, for every M up to SLAB?"""
+def rows_independent(k: int, n: int, row_major: bool) -> bool:
+    """Does one product over M rows give the bits of M / ROWS products, for every M up to SLAB? For b [k, n] in the given
+    memory order, and `a` contiguous or a slice of wider rows."""
     generator = torch.Generator().manual_seed(k * 31 + n)
-    a = torch.randn(SLAB, k, generator=generator)
-    # The same memory layout as the caller's: BLAS picks its kernel by it.
-    b = torch.randn(k, stride, generator=generator)[:, :n] if row_major else torch.randn(n, k, generator=generator).t()
+    wide = torch.randn(SLAB, 2 * k, generator=generator)
+    a = wide[:, :k].contiguous()
+    b = torch.randn(k, n, generator=generator) if row_major else torch.randn(n, k, generator=generator).t()
     blocks = torch.cat([torch.mm(block, b) for block in a.split(ROWS)])
     shuffle = torch.randperm(SLAB, generator=generator)
-    return all(torch.equal(torch.mm(a[:m], b), blocks[:m]) for m in range(ROWS, SLAB + 1, ROWS)) and torch.equal(
-        torch.mm(a[shuffle], b), blocks[shuffle]
+    return (
+        all(torch.equal(torch.mm(a[:m], b), blocks[:m]) for m in range(ROWS, SLAB + 1, ROWS))
+        and torch.equal(torch.mm(a[shuffle], b), blocks[shuffle])
+        and torch.equal(torch.mm(wide[:, :k], b), blocks)
     )
 
 
 @functools.cache
-def chain_rows(n: int, stride: int) -> int:
+def score_columns(k: int) -> int:
+    """How many keys (a multiple of CHUNK) one score product may take and still give each score the bits of a CHUNK alone."""
+    generator = torch.Generator().manual_seed(k)
+    keys = torch.randn(4 * CHUNK, k, generator=generator)
+    for m in (ROWS, 5 * ROWS, SLAB):
+        q = torch.randn(m, k, generator=generator)
+        blocks = torch.cat([matmul(q, block.t()) for block in keys.split(CHUNK)], dim=1)
+        if not all(torch.equal(matmul(q, keys[:c].t()), blocks[:, :c]) for c in range(CHUNK, 4 * CHUNK + 1, CHUNK)):
+            return CHUNK
+    return 4 * CHUNK
+
+
+@functools.cache
+def chain_rows(n: int) -> int:
     """How many rows of V (a multiple of CHUNK) one product may span and still add them strictly one after another.
 
     Where it does, rows of weight zero can sit between the rows a node sees without changing a bit of its sum, so nodes that
@@ -60,10 +84,10 @@ def chain_rows(n: int, stride: int) -> int:
     for width in (2 * CHUNK, 3 * CHUNK):
         for m in (ROWS, 5 * ROWS, SLAB):
             weight = torch.rand(m, CHUNK, generator=generator)
-            value = torch.randn(CHUNK, stride, generator=generator)[:, :n]
+            value = torch.randn(CHUNK, n, generator=generator)
             seen = torch.sort(torch.randperm(width, generator=generator)[:CHUNK]).values
             spread_weight = torch.zeros(m, width).index_copy_(1, seen, weight)
-            spread_value = torch.randn(width, stride, generator=generator)[:, :n].index_copy_(0, seen, value)
+            spread_value = torch.randn(width, n, generator=generator).index_copy_(0, seen, value)
             if not torch.equal(matmul(spread_weight, spread_value), matmul(weight, value)):
                 return safe
         safe = width

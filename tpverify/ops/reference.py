@@ -7,126 +7,135 @@ node sees its own ancestors. So a tree node gets the bits that the same token ge
 equals decoding, and neither heads, slots nor other requests matter.
 """
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tpverify.ops import gemm
 from tpverify.ops.gemm import CHUNK
 
-ONES = 16  # columns of ones beside V: P @ [V, 1] sums P in the same order as the output, and the same rescale serves both
+ONES = (
+    16  # columns of ones beside V: P @ [V, 1] sums P in the same order as the output, and the same rescale serves both
+)
+GROUP = 4 * CHUNK  # prefix rows gathered at a time: they stay in the cache between Q @ K and P @ V
 
 
-class _Rows:
-    """Online softmax over query rows (node-major, head-minor): running maximum, and P @ [V, 1] so far."""
+@dataclass(frozen=True)
+class OpenBlock:
+    """Some nodes' keys from one open chunk. slots int64 [C], in position order for every node.
 
-    def __init__(self, q: Tensor, kv_lora_rank: int) -> None:
-        self.q = gemm.pad_rows(q)
-        self.rank = kv_lora_rank
-        self.maximum = torch.full((len(self.q), 1), -torch.inf)
-        self.sums = torch.zeros(len(self.q), kv_lora_rank + ONES)
+    hidden: bool [R, C'] with R query rows, padded, and C rounded up to whole chunks. rows: which query rows, None for all.
+    """
 
-    def read(self, kv: Tensor) -> None:
-        """All rows see all of kv [CHUNK, row_dim]."""
-        _merge(self.q, kv, self.rank, None, self.maximum, self.sums)
-
-    def read_masked(self, rows: Tensor, kv: Tensor, visible: Tensor) -> None:
-        """`rows` [R] see those of kv [C, row_dim] that visible [R, C] says; C is a multiple of CHUNK."""
-        padding = -len(rows) % gemm.ROWS
-        rows = torch.cat([rows, rows[:1].expand(padding)])  # a padded row repeats the first, visibly finite
-        visible = torch.cat([visible, visible[:1].expand(padding, -1)])
-        maximum, sums = self.maximum[rows], self.sums[rows]
-        _merge(self.q[rows], kv, self.rank, visible, maximum, sums)
-        self.maximum[rows], self.sums[rows] = maximum, sums
-
-    def finish(self, count: int) -> tuple[Tensor, Tensor]:
-        total = self.sums[:count, self.rank : self.rank + 1]
-        return self.sums[:count, : self.rank] / total, (self.maximum[:count] + total.log()).squeeze(1)
+    slots: Tensor
+    hidden: Tensor
+    rows: Tensor | None
 
 
-def _merge(q: Tensor, kv: Tensor, rank: int, visible: Tensor | None, maximum: Tensor, sums: Tensor) -> None:
-    """Fold one chunk into (maximum, sums) in place. Overwrites kv's rope columns."""
-    # Scores chunk by chunk: a product's bits may depend on its width.
-    scores = torch.cat([gemm.matmul(q, block.t()) for block in kv.split(CHUNK)], dim=1)
-    if visible is not None:
-        scores.masked_fill_(~visible, -torch.inf)
-    new_maximum = torch.maximum(maximum, scores.amax(1, keepdim=True))
-    weights = scores.sub_(new_maximum).exp_()
-    kv[:, rank : rank + ONES] = 1.0
-    sums.mul_(torch.exp(maximum - new_maximum)).add_(gemm.matmul(weights, kv[:, : rank + ONES]))
-    maximum.copy_(new_maximum)
+class RequestPlan:
+    """One request, prepared once for all layers: prefix [S] and tree [n] int64 slots; words uint64 [n, ceil(n/64)] ancestor
+    bits; depths int32 [n]; heads query rows a node."""
 
+    def __init__(self, prefix: Tensor, tree: Tensor, words: np.ndarray, depths: np.ndarray, heads: int) -> None:
+        self.prefix, self.tree, self.heads, self.nodes = prefix, tree, heads, len(depths)
+        self.shared = len(prefix) // CHUNK * CHUNK
+        self.open_slots = torch.cat([prefix[self.shared :], tree])
+        bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, count=self.nodes, bitorder="little")
+        self._ancestors = bits.view(bool)
+        self._positions = len(prefix) + depths.astype(np.int64)
+        self.open_blocks = functools.cache(lambda limit: list(self._open_blocks(limit)))
 
-def _gather(kv_pool: Tensor, slots: Tensor, rank: int) -> Tensor:
-    """Rows of the pool as float32, zero rows up to a multiple of CHUNK, at least ONES columns beyond the rank."""
-    kv = kv_pool.index_select(0, slots).float()
-    columns = max(0, rank + ONES - kv.shape[1])
-    rows = -len(slots) % CHUNK
-    return torch.nn.functional.pad(kv, (0, columns, 0, rows)) if rows or columns else kv
+    def _open_blocks(self, limit: int) -> Iterator[OpenBlock]:
+        """Chunks where committed rows (if any are left) and each node's own ancestors meet; at most `limit` rows a block,
+        but always those of one node."""
+        for start in range(self.shared, int(self._positions.max()) + 1, CHUNK):
+            committed = max(0, len(self.prefix) - start)
+            columns = np.flatnonzero((self._positions >= start) & (self._positions < start + CHUNK))
+            nodes = np.flatnonzero(self._positions >= start)
+            visible = np.ones((len(nodes), committed + len(columns)), bool)
+            visible[:, committed:] = self._ancestors[np.ix_(nodes, columns)]
+            slots = torch.cat([self.prefix[len(self.prefix) - committed :], self.tree[torch.from_numpy(columns)]])
+            for group, seen in _groups(visible, limit):
+                yield self._block(nodes[group], slots[torch.from_numpy(seen)], visible[np.ix_(group, seen)])
 
-
-def verify(
-    q: Tensor, kv_pool: Tensor, prefix: Tensor, tree: Tensor, words: np.ndarray, depths: np.ndarray, rank: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """One request. q [n, heads, row_dim]; kv_pool [slots, row_dim]; prefix [S], tree [n] int64 slots; words uint64
-    [n, ceil(n/64)] ancestor bits; depths [n]. Returns out [n, heads, rank] and natural-log lse [n, heads], float32."""
-    n, heads, _ = q.shape
-    state = _Rows((q.float() * scale).reshape(n * heads, -1), rank)
-    shared = len(prefix) // CHUNK * CHUNK
-    for start in range(0, shared, CHUNK):
-        state.read(_gather(kv_pool, prefix[start : start + CHUNK], rank))
-
-    ancestors = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, count=n, bitorder="little").view(bool)
-    positions = len(prefix) + depths.astype(np.int64)
-    for start in range(shared, int(positions.max()) + 1, CHUNK):
-        _read_open_chunk(state, kv_pool, prefix, tree, ancestors, positions, start, heads)
-    out, lse = state.finish(n * heads)
-    return out.view(n, heads, rank), lse.view(n, heads)
-
-
-def _read_open_chunk(
-    state: _Rows, kv_pool: Tensor, prefix: Tensor, tree: Tensor, ancestors: np.ndarray, positions: np.ndarray, start: int, heads: int
-) -> None:
-    """Positions start .. start + 63, where committed rows (if any are left) and each node's own ancestors meet."""
-    committed = max(0, len(prefix) - start)
-    columns = np.flatnonzero((positions >= start) & (positions < start + CHUNK))
-    nodes = np.flatnonzero(positions >= start)
-    kv = _gather(kv_pool, torch.cat([prefix[len(prefix) - committed :], tree[torch.from_numpy(columns)]]), state.rank)
-    visible = np.zeros((len(nodes), len(kv)), bool)
-    visible[:, :committed] = True
-    visible[:, committed : committed + len(columns)] = ancestors[np.ix_(nodes, columns)]
-
-    limit = gemm.chain_rows(state.rank + ONES, kv.shape[1])
-    if len(kv) <= limit and torch.isfinite(kv).all():
-        state.read_masked(_rows_of(nodes, heads), kv, _each_head(visible, heads))
-        return
-    # A row that a node must not see may hold anything, NaN too, and too many rows would not be added one by one: give
-    # groups of nodes only the rows that one of them sees.
-    for group, seen in _groups(visible, limit if torch.isfinite(kv).all() else 0):
-        rows = torch.from_numpy(seen)
-        block = torch.nn.functional.pad(kv[rows], (0, 0, 0, -len(seen) % CHUNK))
-        mask = np.zeros((len(group), len(block)), bool)
-        mask[:, : len(seen)] = visible[np.ix_(group, seen)]
-        state.read_masked(_rows_of(nodes[group], heads), block, _each_head(mask, heads))
+    def _block(self, nodes: np.ndarray, slots: Tensor, visible: np.ndarray) -> OpenBlock:
+        count = len(nodes) * self.heads
+        hidden = np.ones((count + -count % gemm.ROWS, len(slots) + -len(slots) % CHUNK), bool)
+        hidden[:count, : len(slots)] = ~visible.repeat(self.heads, axis=0)
+        hidden[count:] = False  # rows of padding are finite, and dropped
+        rows = None
+        if len(nodes) < self.nodes:
+            own = (nodes[:, None] * self.heads + np.arange(self.heads)).reshape(-1)
+            rows = torch.from_numpy(np.concatenate([own, own[:1].repeat(len(hidden) - count)]))
+            hidden[count:] = hidden[0]
+        return OpenBlock(slots, torch.from_numpy(hidden), rows)
 
 
 def _groups(visible: np.ndarray, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Consecutive nodes whose rows together stay within `limit` (always at least one node), with those rows in order."""
+    """Consecutive nodes that together see at most `limit` columns (always at least one node), with those columns."""
     first, union = 0, visible[0]
     for node in range(1, len(visible)):
         wider = union | visible[node]
-        if wider.sum() > limit:
+        if np.count_nonzero(wider) > limit:
             yield np.arange(first, node), np.flatnonzero(union)
             first, wider = node, visible[node]
         union = wider
     yield np.arange(first, len(visible)), np.flatnonzero(union)
 
 
-def _rows_of(nodes: np.ndarray, heads: int) -> Tensor:
-    return torch.from_numpy((nodes[:, None] * heads + np.arange(heads)).reshape(-1))
+def verify(q: Tensor, kv_pool: Tensor, plan: RequestPlan, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """q [n, heads, row_dim]; kv_pool [slots, row_dim]. Returns float32 out [n, heads, rank] and natural-log lse [n, heads]."""
+    count = plan.nodes * plan.heads
+    rows = gemm.pad_rows((q.float() * scale).reshape(count, -1))
+    maximum = torch.full((len(rows), 1), -torch.inf)
+    sums = torch.zeros(len(rows), rank + ONES)
+    for start in range(0, plan.shared, GROUP):
+        kv = _gather(kv_pool, plan.prefix[start : min(start + GROUP, plan.shared)], rank)
+        _merge(rows, kv, CHUNK, None, maximum, sums)
+
+    # A row that a node must not see may hold anything, NaN too; weight 0 would not silence it. Then, and where the products
+    # would not add their rows one by one, a block is only as wide as what a few nodes see.
+    finite = torch.isfinite(kv_pool.index_select(0, plan.open_slots)).all()
+    for block in plan.open_blocks(gemm.chain_rows(rank + ONES) if finite else 0):
+        kv = _gather(kv_pool, block.slots, rank)
+        if block.rows is None:
+            _merge(rows, kv, len(kv), block.hidden, maximum, sums)
+        else:
+            some_maximum, some_sums = maximum[block.rows], sums[block.rows]
+            _merge(rows[block.rows], kv, len(kv), block.hidden, some_maximum, some_sums)
+            maximum[block.rows], sums[block.rows] = some_maximum, some_sums
+
+    total = sums[:count, rank : rank + 1]
+    out, lse = sums[:count, :rank] / total, maximum[:count] + total.log()
+    return out.view(plan.nodes, plan.heads, rank), lse.view(plan.nodes, plan.heads)
 
 
-def _each_head(visible: np.ndarray, heads: int) -> Tensor:
-    return torch.from_numpy(visible).repeat_interleave(heads, dim=0)
+def _gather(kv_pool: Tensor, slots: Tensor, rank: int) -> Tensor:
+    """Rows of the pool as float32, zero rows up to a multiple of CHUNK; the columns after the rank hold ONES at least."""
+    kv = kv_pool.index_select(0, slots).float()
+    columns, rows = max(0, rank + ONES - kv.shape[1]), -len(slots) % CHUNK
+    return F.pad(kv, (0, columns, 0, rows)) if rows or columns else kv
+
+
+def _merge(q: Tensor, kv: Tensor, width: int, hidden: Tensor | None, maximum: Tensor, sums: Tensor) -> None:
+    """Fold chunks of `width` rows of kv, one after the other, into (maximum, sums) in place. Overwrites kv's rope columns.
+
+    maximum [R, 1]: running maximum of the scores. sums [R, rank + ONES]: P @ [V, 1] relative to it.
+    """
+    scores = gemm.scores(q, kv[:, : q.shape[1]])
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
+    chunks = scores.view(len(q), -1, width)
+    running = torch.cat([maximum, chunks.amax(dim=2)], dim=1).cummax(dim=1).values
+    weights = chunks.sub_(running[:, 1:, None]).exp_()
+    decay = (running[:, :-1] - running[:, 1:]).exp_()
+    columns = sums.shape[1]
+    kv[:, columns - ONES : columns] = 1.0
+    for index, values in enumerate(kv[:, :columns].split(width)):
+        sums.mul_(decay[:, index : index + 1]).add_(gemm.matmul(weights[:, index], values))
+    maximum.copy_(running[:, -1:])

@@ -1,0 +1,44 @@
+"""Products whose rows do not know their neighbours, against float64 and against themselves in other company."""
+
+import pytest
+import torch
+
+from tpverify.ops import gemm
+
+
+@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("m", [1, 7, 8, 33, 130, 300])
+def test_a_row_has_the_same_bits_in_any_company(m, probe, monkeypatch):
+    if not probe:
+        monkeypatch.setattr(gemm, "rows_independent", lambda *_: False)
+    generator = torch.Generator().manual_seed(m)
+    x, weight = torch.randn(m, 256, generator=generator), torch.randn(96, 256, generator=generator)
+    y = gemm.linear(x, weight)
+    torch.testing.assert_close(y.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
+    shuffle = torch.randperm(m, generator=generator)
+    assert torch.equal(gemm.linear(x[shuffle], weight), y[shuffle])
+    for i in range(0, m, 13):
+        assert torch.equal(gemm.linear(x[i : i + 1], weight), y[i : i + 1])
+
+
+def test_a_library_whose_rows_depend_on_their_number_is_noticed(monkeypatch):
+    true_mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: true_mm(a, b) * (1 + 1e-6 * (len(a) > 40)))
+    assert not gemm.rows_independent.__wrapped__(256, 96, False)
+
+
+def test_a_library_whose_rows_depend_on_their_place_is_noticed(monkeypatch):
+    true_mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: true_mm(a, b) * (1 + 1e-6 * (torch.arange(len(a)) % 8 == 7)[:, None]))
+    assert not gemm.rows_independent.__wrapped__(256, 96, False)
+
+
+def test_a_library_that_splits_sums_is_noticed(monkeypatch):
+    true_mm = torch.mm
+
+    def split_mm(a, b):
+        half = a.shape[1] // 2
+        return true_mm(a[:, :half], b[:half]) + true_mm(a[:, half:], b[half:])
+
+    monkeypatch.setattr(torch, "mm", split_mm)
+    assert gemm.chain_rows.__wrapped__(528) == gemm.CHUNK
