@@ -56,14 +56,18 @@ class Decoder:
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], rope: Rope, first_head: int, heads: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], rope: Rope, first_head: int, heads: int
+    ) -> None:
         self.eps = config.rms_norm_eps
         self.attention = MlaAttention(config, _below("self_attn.", weights), rope, first_head, heads)
         self.input_norm = weights["input_layernorm.weight"].float()
         self.post_attention_norm = weights["post_attention_layernorm.weight"].float()
         self.gate, self.up, self.down = (weights[f"mlp.{name}_proj.weight"].float() for name in ("gate", "up", "down"))
 
-    def __call__(self, x: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor], Tensor], gather: Gather) -> Tensor:
+    def __call__(
+        self, x: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor], Tensor], gather: Gather
+    ) -> Tensor:
         """x [padded n, hidden] -> the same; attend takes the layer's new cache rows and the absorbed queries."""
         n = len(positions)
         normed = rms_norm(x, self.input_norm, self.eps)[:n]
@@ -71,7 +75,9 @@ class DecoderLayer:
         attended = self.attention(normed, positions, lambda q: attend(rows, q), gather)
         x = x + F.pad(attended, (0, 0, 0, len(x) - n))
         normed = rms_norm(x, self.post_attention_norm, self.eps)
-        return x + gemm.matmul(F.silu(gemm.matmul(normed, self.gate.t())) * gemm.matmul(normed, self.up.t()), self.down.t())
+        return x + gemm.matmul(
+            F.silu(gemm.matmul(normed, self.gate.t())) * gemm.matmul(normed, self.up.t()), self.down.t()
+        )
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -95,7 +95,9 @@ class DecoderWorker:
         """All layers over all nodes; leaves latent rows, features and final hidden states at the nodes' slots."""
         self.plan.update([VerifyRequest(p, s, tree) for p, s, tree in zip(prefixes, slots, trees, strict=True)])
         tokens = torch.from_numpy(np.concatenate([tree.tokens for tree in trees]))
-        positions = torch.from_numpy(np.concatenate([t.positions(len(p)) for t, p in zip(trees, prefixes, strict=True)]))
+        positions = torch.from_numpy(
+            np.concatenate([t.positions(len(p)) for t, p in zip(trees, prefixes, strict=True)])
+        )
         rows = torch.cat(slots)
         out = torch.empty(len(tokens), self.local_heads, self.config.kv_lora_rank)
         lse = torch.empty(len(tokens), self.local_heads)
@@ -124,7 +126,9 @@ class DecoderWorker:
             last = self.decoder.logits(self.hidden[slots[-1:]])[0]
             return path, _choose(last, request, committed + len(tree))
         logits = self.decoder.logits(self.hidden[slots])
-        accepted = accept_walk(tree, lambda node: _choose(logits[node], request, committed + int(tree.depths[node]) + 1))
+        accepted = accept_walk(
+            tree, lambda node: _choose(logits[node], request, committed + int(tree.depths[node]) + 1)
+        )
         return accepted.path, accepted.bonus
 
     def _draft(self, request: DecodeRequest, prefix: Tensor, path: Tensor, bonus: int) -> tuple[np.ndarray, np.ndarray]:

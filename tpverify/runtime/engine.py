@@ -140,7 +140,11 @@ class Engine:
         many = len(prompts) > 1
         generations = [
             Generation(
-                encode(f"prompt[{i}]" if many else "prompt", prompt, vocab_size), options, self._auto, self.prefill_chunk, vocab_size
+                encode(f"prompt[{i}]" if many else "prompt", prompt, vocab_size),
+                options,
+                self._auto,
+                self.prefill_chunk,
+                vocab_size,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -149,7 +153,9 @@ class Engine:
             last = len(generation.prompt) + max_new_tokens + self._depth
             if last > self.config.max_position_embeddings:
                 limit = self.config.max_position_embeddings - max_new_tokens - self._depth
-                raise ArgumentError(name, f"at most {limit} tokens before {max_new_tokens} new ones", len(generation.prompt))
+                raise ArgumentError(
+                    name, f"at most {limit} tokens before {max_new_tokens} new ones", len(generation.prompt)
+                )
             needed = generation.slots_needed(self._depth)
             if needed > self.num_slots - 1:
                 raise PoolFull(f"{name}: may need {needed} slots, the pool has {self.num_slots - 1}: raise num_slots")

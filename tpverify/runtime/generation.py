@@ -47,7 +47,11 @@ class GenerationOptions:
             raise ArgumentError("strategy", f"one of {', '.join(STRATEGIES)}", repr(self.strategy))
         if self.budget != "auto":
             check_range("budget", self.budget, 0, MAX_NODES - 1)
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < 1e6:
+        if (
+            isinstance(self.temperature, bool)
+            or not isinstance(self.temperature, (int, float))
+            or not 0 <= self.temperature < 1e6
+        ):
             raise ArgumentError("temperature", "a number from 0 (greedy)", repr(self.temperature))
         check_range("seed", self.seed, 0, 2**64 - 1)
 
@@ -57,7 +61,9 @@ def encode(name: str, text: Any, vocab_size: int) -> list[int]:
     if isinstance(text, str):
         text = text.encode()
     if isinstance(text, bytes) and vocab_size != BYTES:
-        raise ArgumentError(name, f"token ids: this model of {vocab_size} tokens has no byte vocabulary", type(text).__name__)
+        raise ArgumentError(
+            name, f"token ids: this model of {vocab_size} tokens has no byte vocabulary", type(text).__name__
+        )
     if not isinstance(text, (bytes, Listlike, np.ndarray)):
         raise ArgumentError(name, "a str, bytes or a list of token ids", type(text).__name__)
     tokens = list(text)
