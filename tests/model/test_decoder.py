@@ -1,0 +1,171 @@
+"""The decoder against transformers' DeepseekV3ForCausalLM, which loads the same directory and shares no code with it."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tpverify.config import MlaGeometry
+from tpverify.errors import ArgumentError
+from tpverify.model.checkpoint import ModelConfig, load_checkpoint, save_checkpoint
+from tpverify.model.decoder import Decoder
+from tpverify.ops.attention import TreeMask, VerifyRequest
+from tpverify.ops.plan import VerifyPlan
+from tpverify.tree import DraftTree
+
+TEXT = b'def merge(left, right):\n    """Merge two sorted lists."""\n    result = []\n    while left and right:\n'
+
+
+class Cached:
+    """A decoder over a latent pool, fed chunk by chunk, with tree nodes where asked for."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, torch.Tensor], tp: int = 1) -> None:
+        self.ranks = [Decoder(config, tensors, rank, tp) for rank in range(tp)]
+        self.config, self.length = config, 0
+        self.pools = [torch.zeros(config.num_hidden_layers, 4096, config.kv_lora_rank + config.qk_rope_head_dim) for _ in self.ranks]
+        self.slots = torch.randperm(4095, generator=torch.Generator().manual_seed(0)) + 1
+
+    def __call__(self, tokens: torch.Tensor, mask: TreeMask | DraftTree, path: list[int] | None = None) -> torch.Tensor:
+        """Final hidden states [n, hidden]; `path` (default all) is committed."""
+        n, config = len(tokens), self.config
+        heads = config.num_attention_heads // len(self.ranks)
+        own = self.slots[self.length : self.length + n]
+        plan = VerifyPlan(MlaGeometry(heads, config.kv_lora_rank, config.qk_rope_head_dim), 1, 1024, 4096, "cpu")
+        plan.update([VerifyRequest(self.slots[: self.length], own, mask)])
+        positions = torch.from_numpy(self.length + mask.depths.astype(np.int64))
+        streams = run_ranks(self.ranks, self.pools, tokens, positions, own, plan, config.softmax_scale)
+        kept = own[path] if path is not None else own
+        rest = own[[i for i in range(n) if path is not None and i not in path]]
+        self.slots[self.length : self.length + n] = torch.cat([kept, rest])
+        self.length += len(kept)
+        return self.ranks[0].final(streams)
+
+
+def run_ranks(ranks, pools, tokens, positions, slots, plan, scale) -> torch.Tensor:
+    """All ranks of a group in one thread each, meeting at every gather."""
+    import threading
+
+    barrier, parts, results = threading.Barrier(len(ranks)), [None] * len(ranks), [None] * len(ranks)
+
+    def run(rank: int) -> None:
+        def attend(layer, rows, q):
+            pools[rank][layer, slots] = rows
+            out, lse = torch.empty(*q.shape[:2], 512), torch.empty(q.shape[:2])
+            plan.run(q, pools[rank][layer], out, lse, scale)
+            return out
+
+        def gather(values):
+            parts[rank] = values
+            barrier.wait(60)
+            everything = torch.cat(parts, dim=1)
+            barrier.wait(60)
+            return everything
+
+        results[rank] = ranks[rank](tokens, positions, attend, gather)[-1]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert all(torch.equal(result, results[0]) for result in results)
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_checkpoint("tiny")
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    from tpverify.model.checkpoint import resolve
+
+    return transformers.DeepseekV3ForCausalLM.from_pretrained(resolve("tiny"), dtype=torch.float64).eval()
+
+
+def test_logits_match_transformers(tiny, oracle):
+    tokens = torch.tensor(list(TEXT * 7))[:600]
+    with torch.no_grad():
+        expected = oracle(tokens[None]).logits[0]
+    model = Cached(*tiny)
+    hidden = torch.cat([model(chunk, TreeMask.chain(len(chunk))) for chunk in tokens.split(256)])
+    logits = model.ranks[0].logits(hidden)
+    scale = expected.abs().max()
+    assert (logits - expected).abs().max() < 2e-5 * scale
+    assert torch.equal(logits.argmax(1), expected.argmax(1))
+
+
+def test_logits_of_tree_nodes_match_transformers_on_their_paths(tiny, oracle):
+    """SGLang #29907, rmagur1203 §11.5: siblings share a position; a node's logits are those of its path decoded alone."""
+    prompt = torch.tensor(list(TEXT))
+    parents = [-1, 0, 0, 1, 2, 1, 3, 4, 4]
+    tokens = list(b"\n ruw  he"[:9])
+    tree = DraftTree.from_parents(tokens, parents)
+    model = Cached(*tiny)
+    model(prompt, TreeMask.chain(len(prompt)))
+    logits = model.ranks[0].logits(model(torch.tensor(tokens), tree, [0]))
+    for node in range(len(parents)):
+        path = [node]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        with torch.no_grad():
+            alone = torch.cat([prompt, torch.tensor([tokens[i] for i in path[::-1]])])
+            expected = oracle(alone[None]).logits[0, -1]
+        assert (logits[node] - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_hidden_states_have_the_same_bits_for_any_tp_and_chunking(tiny, tp):
+    tokens = torch.tensor(list(TEXT * 3))[:200]
+    whole = Cached(*tiny)(tokens, TreeMask.chain(200))
+    model = Cached(*tiny, tp=tp)
+    chunks = [model(chunk, TreeMask.chain(len(chunk))) for chunk in tokens.split([100, 1, 1, 1, 30, 67])]
+    assert torch.equal(torch.cat(chunks), whole)
+
+
+def test_accepted_off_spine_path_continues_as_if_decoded(tiny):
+    """V7: accepted nodes [0, 2, 4] of a width-2 tree; what follows must read node 4's row, not row 2 of the tree."""
+    prompt = torch.tensor(list(TEXT))
+    tree = DraftTree.from_parents(list(b"abcde"), [-1, 0, 0, 1, 2])
+    model, plain = Cached(*tiny), Cached(*tiny)
+    model(prompt, TreeMask.chain(len(prompt)))
+    model(torch.from_numpy(tree.tokens), tree, [0, 2, 4])
+    after = model(torch.tensor(list(b"xyz")), TreeMask.chain(3))
+    expected = plain(torch.cat([prompt, torch.tensor(list(b"acexyz"))]), TreeMask.chain(len(prompt) + 6))[-3:]
+    assert torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("q_lora_rank, interleave, tied", [(48, True, False), (None, False, False), (32, False, True)])
+def test_other_shapes_of_the_architecture_match_transformers(q_lora_rank, interleave, tied, tmp_path):
+    """Random weights: a low-rank query path, half-split rope, an untied head, 12 heads over tp 3."""
+    raw = transformers.DeepseekV3Config(
+        vocab_size=300, hidden_size=96, num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=12,
+        intermediate_size=128, kv_lora_rank=512, q_lora_rank=q_lora_rank, qk_nope_head_dim=16, qk_rope_head_dim=64,
+        v_head_dim=24, first_k_dense_replace=2, max_position_embeddings=512, rope_interleave=interleave,
+        tie_word_embeddings=tied, attention_bias=False, rope_scaling=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    oracle = transformers.DeepseekV3ForCausalLM(raw).eval()
+    for parameter in oracle.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    oracle.save_pretrained(tmp_path)
+    config, tensors = load_checkpoint(tmp_path)
+    assert (config.q_lora_rank, config.rope_interleave, config.tie_word_embeddings) == (q_lora_rank, interleave, tied)
+    tokens = torch.randint(0, 300, (90,))
+    with torch.no_grad():
+        expected = oracle.double()(tokens[None]).logits[0]
+    model = Cached(config, tensors, tp=3)
+    logits = model.ranks[0].logits(model(tokens, TreeMask.chain(90)))
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_tp_must_divide_the_heads(tiny):
+    with pytest.raises(ArgumentError, match="^tp: expected a divisor of the 8 heads, got 3"):
+        Decoder(*tiny, 0, 3)
+
+
+def test_what_is_saved_is_what_is_loaded(tiny, tmp_path):
+    save_checkpoint(tmp_path, *tiny)
+    config, tensors = load_checkpoint(tmp_path)
+    assert config == tiny[0] and all(torch.equal(tensors[name], tensor) for name, tensor in tiny[1].items())
