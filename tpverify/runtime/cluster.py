@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import socket
 import tempfile
 import threading
 import time
@@ -19,6 +20,7 @@ from tpverify.errors import ClusterError
 # Every node carries one unit of a resource named after its address. Asking for Ray's smallest share of it ties the
 # ranks to the driver's node, where sockets reach them, without taking CPUs from anybody.
 NODE_SHARE = 0.0001
+CONNECT_S = 10.0
 OBJECT_STORE_BYTES = 128 << 20  # only RayTransport uses it
 
 _lock = threading.Lock()
@@ -54,6 +56,7 @@ def _connect() -> None:
         undo.callback(ray.shutdown)
         try:
             if address:
+                _require_listener(address)
                 ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
             else:
                 undo.enter_context(_private_token())
@@ -65,9 +68,16 @@ def _connect() -> None:
                     object_store_memory=OBJECT_STORE_BYTES,
                     _node_ip_address="127.0.0.1",
                 )
-        except (ConnectionError, RuntimeError) as failure:
+        except (OSError, RuntimeError) as failure:
             raise ClusterError(f"cannot reach Ray at {address or 'a new local cluster'}: {failure}") from failure
         _connection.push(undo.pop_all())
+
+
+def _require_listener(address: str) -> None:
+    """Raise OSError if nobody listens at host:port; Ray itself would try for minutes."""
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
 
 
 @contextmanager
