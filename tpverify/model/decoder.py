@@ -4,9 +4,9 @@ CPU ranks compute in float32 from the stored weights, and every product keeps ro
 states are the same bits for every tp, batch, chunking and tree that a token can come in.
 """
 
+import functools
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -42,7 +42,7 @@ class Decoder:
         x = gemm.pad_rows(F.embedding(tokens, self.embed))
         streams = []
         for index, layer in enumerate(self.layers):
-            x = layer(x, positions, lambda rows, q, index=index: attend(index, rows, q), gather)
+            x = layer(x, positions, functools.partial(attend, index), gather)
             streams.append(x[:n])
         return streams
 

@@ -91,74 +91,41 @@ class Engine:
         Returns GenerationResult. Raises ArgumentError, PoolFull (a prompt that can never fit) and RankFailure.
         """
         single = isinstance(prompt, (str, bytes)) or _is_token_list(prompt)
-        generations = self._prepare(
-            [prompt] if single else prompt, max_new_tokens, strategy, budget, temperature, seed, stop
-        )
-        results = [GenerationResult([], None, [], {})] * len(generations)
-        for index, result in self._run(generations):
-            results[index] = result
-        return results[0] if single else results
+        options = GenerationOptions(max_new_tokens, strategy, budget, temperature, seed, stop)
+        generations = self._prepare({"prompt": prompt} if single else _named(prompt), options)
+        results = dict(result for ended in self._run(generations) for result in ended)
+        return results[0] if single else [results[index] for index in range(len(generations))]
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[list[int] | GenerationResult]:
-        """`generate` for one prompt: yields the new tokens after each step, and the result at the end."""
-        defaults: dict[str, Any] = {
-            "max_new_tokens": 128, "strategy": "ddtree", "budget": 32, "temperature": 0.0, "seed": 0, "stop": None
-        }  # fmt: skip
-        unknown = options.keys() - defaults.keys()
-        if unknown:
-            raise ArgumentError("stream", f"options {', '.join(defaults)}", ", ".join(sorted(unknown)))
-        (generation,) = self._prepare([prompt], **defaults | options)
+        """`generate`, with its options, for one prompt: yields the new tokens after each step, and the result at the end."""
+        (generation,) = self._prepare({"prompt": prompt}, GenerationOptions(**options))
         shown = 0
-        for item in self._run([generation], every_step=True):
+        for ended in self._run([generation]):
             if generation.emitted > shown:
                 yield generation.tokens[shown : generation.emitted]
                 shown = generation.emitted
-            if item is not None:
-                yield item[1]
+            for _, result in ended:
+                yield result
 
-    def _prepare(
-        self,
-        prompts: Any,
-        max_new_tokens: int,
-        strategy: str,
-        budget: int | str,
-        temperature: float,
-        seed: int,
-        stop: Any,
-    ) -> list[Generation]:
-        """Everything is checked here, before anything runs."""
+    def _prepare(self, prompts: dict[str, Any], options: GenerationOptions) -> list[Generation]:
+        """Everything is checked here, before anything runs. Prompts by the name that an error gives them."""
+        if options.strategy != "autoregressive" and self.drafter is None:
+            raise ArgumentError("strategy", "'autoregressive': this checkpoint has no drafter", repr(options.strategy))
         vocab_size = self.config.vocab_size
-        if not isinstance(prompts, (list, tuple)) or not prompts:
-            raise ArgumentError("prompt", "a str, bytes, a list of token ids, or a list of these", repr(prompts)[:80])
-        stops = [] if stop is None else [stop] if isinstance(stop, (str, bytes)) else stop
-        if not isinstance(stops, (list, tuple)):
-            raise ArgumentError("stop", "a str, bytes or a list of these", type(stop).__name__)
-        encoded = tuple(tuple(encode("stop", text, vocab_size)) for text in stops)
-        options = GenerationOptions(max_new_tokens, strategy, budget, temperature, seed, encoded)
-        if strategy != "autoregressive" and self.drafter is None:
-            raise ArgumentError("strategy", "'autoregressive': this checkpoint has no drafter", repr(strategy))
-        many = len(prompts) > 1
-        generations = [
-            Generation(
-                encode(f"prompt[{i}]" if many else "prompt", prompt, vocab_size),
-                options,
-                self._auto,
-                self.prefill_chunk,
-                vocab_size,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
-        for i, generation in enumerate(generations):
-            name = f"prompt[{i}]" if many else "prompt"
-            last = len(generation.prompt) + max_new_tokens + self._depth
-            if last > self.config.max_position_embeddings:
-                limit = self.config.max_position_embeddings - max_new_tokens - self._depth
+        stops = options.stops(vocab_size)
+        longest = self.config.max_position_embeddings - options.max_new_tokens - self._depth
+        generations = []
+        for name, prompt in prompts.items():
+            tokens = encode(name, prompt, vocab_size)
+            if len(tokens) > longest:
                 raise ArgumentError(
-                    name, f"at most {limit} tokens before {max_new_tokens} new ones", len(generation.prompt)
+                    name, f"at most {longest} tokens before {options.max_new_tokens} new ones", len(tokens)
                 )
+            generation = Generation(tokens, options, stops, self._auto, self.prefill_chunk, vocab_size)
             needed = generation.slots_needed(self._depth)
             if needed > self.num_slots - 1:
                 raise PoolFull(f"{name}: may need {needed} slots, the pool has {self.num_slots - 1}: raise num_slots")
+            generations.append(generation)
         return generations
 
     @property
@@ -166,26 +133,20 @@ class Engine:
         """Drafted tokens below a root, at most."""
         return self.drafter.block_size - 1 if self.drafter else 0
 
-    def _run(
-        self, generations: list[Generation], every_step: bool = False
-    ) -> Iterator[tuple[int, GenerationResult] | None]:
-        """Step all admitted sequences together until all are done; yields (index, result) as they end.
-
-        every_step: also yields None after a step in which none ended.
-        """
-        waiting, active = list(enumerate(generations)), {}
+    def _run(self, generations: list[Generation]) -> Iterator[list[tuple[int, GenerationResult]]]:
+        """Step all admitted sequences together until all are done; yields after each step those that ended, with index."""
+        waiting = list(enumerate(generations))
+        active: dict[int, Generation] = {}
         try:
             while waiting or active:
                 self._admit(waiting, active)
                 self._step(list(active.values()))
-                ended = [index for index, generation in active.items() if generation.finish_reason is not None]
-                for index in ended:
-                    generation = active.pop(index)
-                    result = generation.result(self._hidden_digest(generation))
-                    self._log.close(generation.seq)
-                    yield index, result
-                if every_step and not ended:
-                    yield None
+                done = [index for index, generation in active.items() if generation.finish_reason is not None]
+                ended = []
+                for index in done:
+                    ended.append((index, active[index].result(self._hidden_digest(active[index]))))
+                    self._log.close(active.pop(index).seq)
+                yield ended
         finally:  # an error, or a stream that its reader left
             if not self._group.closed:
                 for generation in active.values():
@@ -234,6 +195,10 @@ class Engine:
                 raise self._group.fail(rank, self._coordinator.steps, cause)
         return digests[0]
 
+    def stats(self) -> dict[str, Any]:
+        """Of the KV pool (see KvLog.stats), and `steps` sent to the ranks so far."""
+        return self._log.stats() | {"steps": self._coordinator.steps}
+
     def close(self) -> None:
         """End the engine, and its ranks unless they were lent to it. Can be called again."""
         if self._owned:
@@ -250,3 +215,9 @@ def _is_token_list(prompt: Any) -> bool:
     return isinstance(prompt, np.ndarray) or (
         isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], (int, np.integer))
     )
+
+
+def _named(prompts: Any) -> dict[str, Any]:
+    if not isinstance(prompts, (list, tuple)) or not prompts:
+        raise ArgumentError("prompt", "a str, bytes, a list of token ids, or a list of these", repr(prompts)[:80])
+    return {f"prompt[{index}]": prompt for index, prompt in enumerate(prompts)}

@@ -18,10 +18,10 @@ BYTES = 256  # a vocabulary of this size is the bytes themselves
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """tokens: what was generated, without the stop sequence. text: those bytes as UTF-8, None unless the model is byte-level.
+    """tokens: what was generated, without the stop sequence. text: those bytes as UTF-8; None if tokens are not bytes.
 
     accept_lengths: tau of each verify step, the root counted. stats: finish_reason ("length" or "stop"), prompt_tokens,
-    steps, prompt_steps, seconds by stage, hidden_digest (of the final hidden states of all positions that chose a token).
+    steps, prompt_steps, seconds by stage, hidden_digest (of the final hidden states at all positions that chose a token).
     """
 
     tokens: list[int]
@@ -32,14 +32,14 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Checked once for all prompts of a call. stop: token sequences."""
+    """How to generate, the same for all prompts of a call: see Engine.generate. Raises ArgumentError."""
 
-    max_new_tokens: int
-    strategy: str
-    budget: int | str
-    temperature: float
-    seed: int
-    stop: tuple[tuple[int, ...], ...]
+    max_new_tokens: int = 128
+    strategy: str = "ddtree"
+    budget: int | str = 32
+    temperature: float = 0.0
+    seed: int = 0
+    stop: Any = None
 
     def __post_init__(self) -> None:
         check_range("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
@@ -47,13 +47,17 @@ class GenerationOptions:
             raise ArgumentError("strategy", f"one of {', '.join(STRATEGIES)}", repr(self.strategy))
         if self.budget != "auto":
             check_range("budget", self.budget, 0, MAX_NODES - 1)
-        if (
-            isinstance(self.temperature, bool)
-            or not isinstance(self.temperature, (int, float))
-            or not 0 <= self.temperature < 1e6
-        ):
+        number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
+        if not number or not 0 <= self.temperature < 1e6:
             raise ArgumentError("temperature", "a number from 0 (greedy)", repr(self.temperature))
         check_range("seed", self.seed, 0, 2**64 - 1)
+
+    def stops(self, vocab_size: int) -> list[list[int]]:
+        """The stop sequences as tokens."""
+        stops = [] if self.stop is None else [self.stop] if isinstance(self.stop, (str, bytes)) else self.stop
+        if not isinstance(stops, (list, tuple)):
+            raise ArgumentError("stop", "a str, bytes or a list of these", type(self.stop).__name__)
+        return [encode("stop", stop, vocab_size) for stop in stops]
 
 
 def encode(name: str, text: Any, vocab_size: int) -> list[int]:
@@ -81,6 +85,7 @@ class Generation:
 
     prompt: list[int]
     options: GenerationOptions
+    stops: list[list[int]]
     auto: AutoBudget
     prefill_chunk: int
     vocab_size: int
@@ -156,11 +161,10 @@ class Generation:
 
     def _cut(self) -> None:
         """End at the first stop sequence or at max_new_tokens, wherever in the accepted path that is."""
-        tokens, stops = self.tokens, self.options.stop
-        longest = max(map(len, stops), default=0)
+        tokens = self.tokens
         for end in range(self.emitted + 1, min(len(tokens), self.options.max_new_tokens) + 1):
-            for stop in stops:
-                if tuple(tokens[max(0, end - len(stop)) : end]) == stop:
+            for stop in self.stops:
+                if tokens[max(0, end - len(stop)) : end] == stop:
                     self.finish_reason = "stop"
                     del tokens[end - len(stop) :]
                     self.emitted = len(tokens)
@@ -170,7 +174,8 @@ class Generation:
             del tokens[self.options.max_new_tokens :]
             self.emitted = len(tokens)
             return
-        self.emitted = max(self.emitted, len(tokens) - max(0, longest - 1))  # the rest may turn out to begin a stop
+        held = max(map(len, self.stops), default=1) - 1  # these may turn out to begin a stop sequence
+        self.emitted = max(self.emitted, len(tokens) - held)
 
     def grow(self, answer: DecodedRequest) -> None:
         """Build the next tree below the bonus token from the drafter's proposal."""

@@ -5,15 +5,18 @@ import math
 import os
 import select
 import signal
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+import tpverify
 from tpverify.config import DEVICES, check_range
 from tpverify.errors import ArgumentError, ClusterError, RankFailure
 from tpverify.runtime import cluster, messages
@@ -91,7 +94,7 @@ class RankGroup:
         actor = ray.remote(concurrency_groups=groups, max_restarts=0, max_task_retries=0)(Rank)  # type: ignore[call-overload]
         for rank in range(self.size):
             place = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
-            options = actor.options(num_cpus=0, num_gpus=gpus, scheduling_strategy=place)
+            options = actor.options(num_cpus=0, num_gpus=gpus, scheduling_strategy=place, runtime_env=_environment())
             self._actors.append(options.remote(rank, self.device, peer_timeout_s))
         self._sentinels = self.transport.start(self._actors)
         self.call(Step(0, 1, [], Ping()), deadline_s=START_DEADLINE_S)
@@ -208,6 +211,14 @@ def _gpus_each(size: int, device: str, oversubscribe: bool) -> float:
     return 1
 
 
+def _environment() -> dict[str, Any]:
+    """Run from a source tree, the package is on this process's path but perhaps not on that of a cluster it joins."""
+    root = str(Path(tpverify.__file__).parent.parent)
+    if root == sysconfig.get_path("purelib"):
+        return {}
+    return {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}}
+
+
 def _process(pid: int, handles: ExitStack) -> int | None:
     """A handle of the process that no later process with the same pid can take over; None if it is gone."""
     try:
@@ -228,5 +239,5 @@ def _not_ended(processes: list[int], timeout_s: float) -> list[int]:
 
 def _cause_of_death(failure: Exception) -> str:
     """What Ray knows about the end of a rank, without its general advice."""
-    detail = str(failure).rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0].strip()
-    return f"its process is gone: {detail}"
+    reason = str(failure).strip().splitlines()[-1]
+    return "its process is gone: " + reason.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
