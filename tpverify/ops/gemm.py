@@ -92,3 +92,19 @@ def chain_rows(n: int) -> int:
                 return safe
         safe = width
     return safe
+
+
+def describe(kv_lora_rank: int = 512, row_dim: int = 576) -> dict[str, int | bool]:
+    """What the probes say of this process's BLAS, for the score and the value product of an MLA row.
+
+    rows_independent: products of more than ROWS rows keep each row's bits. The others: how many rows, keys and rows of V
+    one product may take.
+    """
+    columns = kv_lora_rank + 16  # the reference's ones beside V
+    independent = rows_independent(row_dim, CHUNK, False) and rows_independent(CHUNK, columns, True)
+    return {
+        "rows_independent": independent,
+        "product_rows": SLAB if independent else ROWS,
+        "score_columns": score_columns(row_dim),
+        "chain_rows": chain_rows(columns),
+    }

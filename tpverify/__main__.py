@@ -1,0 +1,7 @@
+"""`python -m tpverify` is the `tpverify` command."""
+
+import sys
+
+from tpverify.cli import main
+
+sys.exit(main())

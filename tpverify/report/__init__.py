@@ -1,0 +1,1 @@
+"""What the commands measure, and how they print it."""
