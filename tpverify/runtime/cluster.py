@@ -53,13 +53,14 @@ def _connect() -> None:
         return
     address = os.environ.get("RAY_ADDRESS")
     with ExitStack() as undo:
-        undo.callback(ray.shutdown)
         try:
             if address:
                 _require_listener(address)
+                undo.callback(ray.shutdown)
                 ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
             else:
                 undo.enter_context(_private_token())
+                undo.callback(ray.shutdown)
                 ray.init(
                     "local",
                     include_dashboard=False,

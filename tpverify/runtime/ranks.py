@@ -220,10 +220,13 @@ def _environment() -> dict[str, Any]:
 
 
 def _process(pid: int, handles: ExitStack) -> int | None:
-    """A handle of the process that no later process with the same pid can take over; None if it is gone."""
+    """A handle of the process that no later process with the same pid can take over.
+
+    None if it is gone, or if the kernel has no such handles: Ray alone ends it then.
+    """
     try:
         handle = os.pidfd_open(pid)
-    except ProcessLookupError:
+    except OSError:
         return None
     handles.callback(os.close, handle)
     return handle
