@@ -18,7 +18,8 @@ def check_range(argument: str, value: object, low: int, high: int) -> None:
 
 @dataclass(frozen=True)
 class MlaGeometry:
-    """Multi-head latent attention after absorption: every head reads the same row of kv_lora_rank + qk_rope_head_dim."""
+    """Multi-head latent attention after absorption: every head reads the same row of kv_lora_rank +
+    qk_rope_head_dim."""
 
     num_heads: int
     kv_lora_rank: int = 512

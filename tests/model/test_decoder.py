@@ -1,4 +1,5 @@
-"""The decoder against transformers' DeepseekV3ForCausalLM, which loads the same directory and shares no code with it."""
+"""The decoder against transformers' DeepseekV3ForCausalLM, which loads the same directory and shares no code with
+it."""
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ class Cached:
     def __init__(self, config: ModelConfig, tensors: dict[str, torch.Tensor], tp: int = 1) -> None:
         self.ranks = [Decoder(config, tensors, rank, tp) for rank in range(tp)]
         self.config, self.length = config, 0
-        self.pools = [torch.zeros(config.num_hidden_layers, 4096, config.kv_lora_rank + config.qk_rope_head_dim) for _ in self.ranks]
+        row_dim = config.kv_lora_rank + config.qk_rope_head_dim
+        self.pools = [torch.zeros(config.num_hidden_layers, 4096, row_dim) for _ in self.ranks]
         self.slots = torch.randperm(4095, generator=torch.Generator().manual_seed(0)) + 1
 
     def __call__(self, tokens: torch.Tensor, mask: TreeMask | DraftTree, path: list[int] | None = None) -> torch.Tensor:
@@ -97,7 +99,8 @@ def test_logits_match_transformers(tiny, oracle):
 
 
 def test_logits_of_tree_nodes_match_transformers_on_their_paths(tiny, oracle):
-    """SGLang #29907, rmagur1203 §11.5: siblings share a position; a node's logits are those of its path decoded alone."""
+    """SGLang #29907, rmagur1203 §11.5: siblings share a position; a node's logits are those of its path decoded
+    alone."""
     prompt = torch.tensor(list(TEXT))
     parents = [-1, 0, 0, 1, 2, 1, 3, 4, 4]
     tokens = list(b"\n ruw  he"[:9])

@@ -1,4 +1,5 @@
-"""What verify attention is, in float64 and one node at a time; and trees to try it on. Shares no code with the package."""
+"""What verify attention is, in float64 and one node at a time; and trees to try it on. Shares no code with the
+package."""
 
 import random
 
@@ -10,7 +11,8 @@ from torch import Tensor
 def attention_oracle(
     q: Tensor, kv_pool: Tensor, prefix: Tensor, tree: Tensor, parents: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """q [n, heads, 576]; kv_pool [slots, 576]; prefix [S], tree [n] slots. float64 out [n, heads, 512] and lse [n, heads]."""
+    """q [n, heads, 576]; kv_pool [slots, 576]; prefix [S], tree [n] slots. float64 out [n, heads, 512] and lse [n,
+    heads]."""
     outs, lses = [], []
     for node in range(len(parents)):
         rows = torch.cat([prefix.long(), tree.long()[path_to(parents, node)]])

@@ -1,4 +1,5 @@
-"""verify_attention and VerifyPlan as callers meet them: one clear error for each bad input, and the plan equals the call."""
+"""verify_attention and VerifyPlan as callers meet them: one clear error for each bad input, and the plan equals the
+call."""
 
 import random
 

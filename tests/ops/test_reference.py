@@ -1,4 +1,5 @@
-"""The CPU reference against float64, and its bit-for-bit promises: tree = decoding, any heads, slots, batch, chunking."""
+"""The CPU reference against float64, and its bit-for-bit promises: tree = decoding, any heads, slots, batch,
+chunking."""
 
 import random
 import subprocess
@@ -100,8 +101,8 @@ def test_bfloat16_error_is_within_twice_that_of_plain_bfloat16(prefix):
 @pytest.mark.parametrize("prefix", [0, 5, 60, 63, 64, 100, 511])
 @pytest.mark.parametrize("n", [17, 33, 257])
 def test_node_equals_its_path_decoded_one_token_at_a_time(prefix, n, products):
-    """rmagur1203 §11.8: node t of the tree equals the last output when its ancestor path is run as a chain. Bit for bit,
-    one head at a time, from other slots."""
+    """rmagur1203 §11.8: node t of the tree equals the last output when its ancestor path is run as a chain. Bit for
+    bit, one head at a time, from other slots."""
     case = Case(n + prefix, prefix, n)
     out, lse = case.run()
     elsewhere = torch.randperm(len(case.pool), generator=torch.Generator().manual_seed(1))
@@ -161,7 +162,8 @@ def test_same_call_twice_is_the_same_bits():
 
 @pytest.mark.parametrize("order", ["siblings last", "interleaved"])
 def test_siblings_do_not_see_each_other(order):
-    """FastDeploy pull/3514, sglang pull/39703: a causal shortcut on tiles below the diagonal shows a node its sibling."""
+    """FastDeploy pull/3514, sglang pull/39703: a causal shortcut on tiles below the diagonal shows a node its
+    sibling."""
     parents = [-1, 0, 0, 1, 2, 1, 2] if order == "interleaved" else [-1, 0, 1, 2, 0, 0, 0]
     case = Case(11, 10, 7, parents=parents)
     out, _ = case.run()

@@ -32,7 +32,8 @@ def group(ray_session):
 
 @pytest.fixture(scope="module")
 def engine(group):
-    """tp 2: the one that most tests share. A test that builds another engine on the group must not use this one after."""
+    """tp 2: the one that most tests share. A test that builds another engine on the group must not use this one
+    after."""
     return Engine("tiny", tp=2, group=group)
 
 

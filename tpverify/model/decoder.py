@@ -19,7 +19,8 @@ LayerAttend = Callable[[int, Tensor, Tensor], Tensor]  # layer, the layer's new 
 
 
 class Decoder:
-    """tensors: the checkpoint's, by name. Rank tp_rank of tp_size has heads tp_rank * H/tp_size up to the next rank's."""
+    """tensors: the checkpoint's, by name. Rank tp_rank of tp_size has heads tp_rank * H/tp_size up to the next
+    rank's."""
 
     def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], tp_rank: int = 0, tp_size: int = 1) -> None:
         if config.num_attention_heads % tp_size:

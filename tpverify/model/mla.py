@@ -31,7 +31,8 @@ class Rope:
         self.interleaved = config.rope_interleave
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [n, ..., rope_dim] at positions int64 [n]; interleaved pairs are split into halves, then halves are rotated."""
+        """x [n, ..., rope_dim] at positions int64 [n]; interleaved pairs are split into halves, then halves are
+        rotated."""
         first, second = (x[..., 0::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
         shape = (len(positions),) + (1,) * (x.dim() - 2) + (-1,)
         cos, sin = self.cos[positions].view(shape), self.sin[positions].view(shape)
@@ -39,7 +40,8 @@ class Rope:
 
 
 class MlaAttention:
-    """One layer's attention for heads first .. first + count - 1. weights: this layer's `self_attn.*` tensors, float32."""
+    """One layer's attention for heads first .. first + count - 1. weights: this layer's `self_attn.*` tensors,
+    float32."""
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], rope: Rope, first: int, count: int) -> None:
         self.config, self.rope = config, rope

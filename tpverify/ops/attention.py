@@ -50,8 +50,8 @@ class VerifyRequest:
     """One sequence's share of a verify call.
 
     prefix_slots: int32 or int64 [S], the pool rows of the committed tokens in position order (S may be 0).
-    tree_slots: int32 or int64 [n], the pool rows of the tree's nodes in node order. tree: DraftTree or TreeMask of n nodes.
-    Slots may be numpy arrays or torch tensors.
+    tree_slots: int32 or int64 [n], the pool rows of the tree's nodes in node order. tree: DraftTree or TreeMask of n
+    nodes. Slots may be numpy arrays or torch tensors.
     """
 
     prefix_slots: np.ndarray | Tensor
@@ -70,8 +70,8 @@ def verify_attention(
 ) -> tuple[Tensor, Tensor]:
     """Tree-masked MLA attention: node i of a request sees all of its prefix, its ancestors and itself.
 
-    q [sum of n, heads, 576] float32 or bfloat16, absorbed queries, requests one after another; kv_pool [slots, 576] in q's
-    dtype, 512 latent then 64 rope; softmax_scale multiplies the scores.
+    q [sum of n, heads, 576] float32 or bfloat16, absorbed queries, requests one after another; kv_pool [slots, 576] in
+    q's dtype, 512 latent then 64 rope; softmax_scale multiplies the scores.
     Returns out [sum of n, heads, 512] in q's dtype and lse [sum of n, heads] float32, natural log.
     batch_invariant: a request's bits do not depend on the other requests (the reference always gives that).
     Raises ArgumentError, a ValueError, for anything else. Inputs may be strided.

@@ -1,8 +1,9 @@
 """Matrix products whose rows do not know their neighbours.
 
-Losslessness bit for bit needs a product in which the bits of row i depend on row i alone: not on how many rows came with it,
-nor on where in the block it sat. Fixed blocks of ROWS rows give that. Most BLAS libraries give it for any multiple of ROWS
-as well, several times faster, so each shape is probed once per process and takes the fast way only where the probe holds.
+Losslessness bit for bit needs a product in which the bits of row i depend on row i alone: not on how many rows came
+with it, nor on where in the block it sat. Fixed blocks of ROWS rows give that. Most BLAS libraries give it for any
+multiple of ROWS as well, several times faster, so each shape is probed once per process and takes the fast way only
+where the probe holds.
 """
 
 import functools
@@ -22,7 +23,8 @@ def pad_rows(x: Tensor) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] @ b [K, N] with M a multiple of ROWS: float32 [M, N], each row a function of that row of `a` and of `b` alone."""
+    """a [M, K] @ b [K, N] with M a multiple of ROWS: float32 [M, N], each row a function of that row of `a` and of `b`
+    alone."""
     step = SLAB if rows_independent(a.shape[1], b.shape[1], b.stride(1) == 1) else ROWS
     if a.shape[0] <= step:
         return torch.mm(a, b)
@@ -35,7 +37,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
-    """q [M, K] @ k [C, K].T with M a multiple of ROWS and C of CHUNK: a score depends on its row of q and of k alone."""
+    """q [M, K] @ k [C, K].T with M a multiple of ROWS and C of CHUNK: a score depends on its row of q and of k
+    alone."""
     width = score_columns(q.shape[1])
     if len(k) <= width:
         return matmul(q, k.t())
@@ -44,8 +47,8 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 
 @functools.cache
 def rows_independent(k: int, n: int, row_major: bool) -> bool:
-    """Does one product over M rows give the bits of M / ROWS products, for every M up to SLAB? For b [k, n] in the given
-    memory order, and `a` contiguous or a slice of wider rows."""
+    """Does one product over M rows give the bits of M / ROWS products, for every M up to SLAB? For b [k, n] in the
+    given memory order, and `a` contiguous or a slice of wider rows."""
     generator = torch.Generator().manual_seed(k * 31 + n)
     wide = torch.randn(SLAB, 2 * k, generator=generator)
     a = wide[:, :k].contiguous()
@@ -61,7 +64,8 @@ def rows_independent(k: int, n: int, row_major: bool) -> bool:
 
 @functools.cache
 def score_columns(k: int) -> int:
-    """How many keys (a multiple of CHUNK) one score product may take and still give each score the bits of a CHUNK alone."""
+    """How many keys (a multiple of CHUNK) one score product may take and still give each score the bits of a CHUNK
+    alone."""
     generator = torch.Generator().manual_seed(k)
     keys = torch.randn(4 * CHUNK, k, generator=generator)
     for m in (ROWS, 5 * ROWS, SLAB):
@@ -76,8 +80,8 @@ def score_columns(k: int) -> int:
 def chain_rows(n: int) -> int:
     """How many rows of V (a multiple of CHUNK) one product may span and still add them strictly one after another.
 
-    Where it does, rows of weight zero can sit between the rows a node sees without changing a bit of its sum, so nodes that
-    see different rows share one product. CHUNK means that only one node's rows at a time are safe.
+    Where it does, rows of weight zero can sit between the rows a node sees without changing a bit of its sum, so nodes
+    that see different rows share one product. CHUNK means that only one node's rows at a time are safe.
     """
     generator = torch.Generator().manual_seed(n)
     safe = CHUNK
@@ -97,8 +101,8 @@ def chain_rows(n: int) -> int:
 def describe(kv_lora_rank: int = 512, row_dim: int = 576) -> dict[str, int | bool]:
     """What the probes say of this process's BLAS, for the score and the value product of an MLA row.
 
-    rows_independent: products of more than ROWS rows keep each row's bits. The others: how many rows, keys and rows of V
-    one product may take.
+    rows_independent: products of more than ROWS rows keep each row's bits. The others: how many rows, keys and rows of
+    V one product may take.
     """
     columns = kv_lora_rank + 16  # the reference's ones beside V
     independent = rows_independent(row_dim, CHUNK, False) and rows_independent(CHUNK, columns, True)

@@ -1,10 +1,10 @@
 """Tree-masked MLA attention on the CPU, canonical: a row's bits are a function of its own token sequence alone.
 
-A query at position p reads its keys in chunks at absolute multiples of 64 and merges the chunks in order by online softmax.
-Within a chunk scores are independent dot products, and P @ V adds its rows one after another in position order. Chunks that
-lie wholly in the committed prefix are the same rows for every node and take one product; in the chunks from there on, each
-node sees its own ancestors. So a tree node gets the bits that the same token gets when it is decoded alone, chunked prefill
-equals decoding, and neither heads, slots nor other requests matter.
+A query at position p reads its keys in chunks at absolute multiples of 64 and merges the chunks in order by online
+softmax. Within a chunk scores are independent dot products, and P @ V adds its rows one after another in position
+order. Chunks that lie wholly in the committed prefix are the same rows for every node and take one product; in the
+chunks from there on, each node sees its own ancestors. So a tree node gets the bits that the same token gets when it is
+decoded alone, chunked prefill equals decoding, and neither heads, slots nor other requests matter.
 """
 
 import functools
@@ -29,7 +29,8 @@ GROUP = 4 * CHUNK  # prefix rows gathered at a time: they stay in the cache betw
 class OpenBlock:
     """Some nodes' keys from one open chunk. slots int64 [C], in position order for every node.
 
-    hidden: bool [R, C'] with R query rows, padded, and C rounded up to whole chunks. rows: which query rows, None for all.
+    hidden: bool [R, C'] with R query rows, padded, and C rounded up to whole chunks. rows: which query rows, None for
+    all.
     """
 
     slots: Tensor
@@ -38,8 +39,8 @@ class OpenBlock:
 
 
 class RequestPlan:
-    """One request, prepared once for all layers: prefix [S] and tree [n] int64 slots; words uint64 [n, ceil(n/64)] ancestor
-    bits; depths int32 [n]; heads query rows a node."""
+    """One request, prepared once for all layers: prefix [S] and tree [n] int64 slots; words uint64 [n, ceil(n/64)]
+    ancestor bits; depths int32 [n]; heads query rows a node."""
 
     def __init__(self, prefix: Tensor, tree: Tensor, words: np.ndarray, depths: np.ndarray, heads: int) -> None:
         self.prefix, self.tree, self.heads, self.nodes = prefix, tree, heads, len(depths)
@@ -51,8 +52,8 @@ class RequestPlan:
         self.open_blocks = functools.cache(lambda limit: list(self._open_blocks(limit)))
 
     def _open_blocks(self, limit: int) -> Iterator[OpenBlock]:
-        """Chunks where committed rows (if any are left) and each node's own ancestors meet; at most `limit` rows a block,
-        but always those of one node."""
+        """Chunks where committed rows (if any are left) and each node's own ancestors meet; at most `limit` rows a
+        block, but always those of one node."""
         for start in range(self.shared, int(self._positions.max()) + 1, CHUNK):
             committed = max(0, len(self.prefix) - start)
             columns = np.flatnonzero((self._positions >= start) & (self._positions < start + CHUNK))
@@ -89,7 +90,8 @@ def _groups(visible: np.ndarray, limit: int) -> Iterator[tuple[np.ndarray, np.nd
 
 
 def verify(q: Tensor, kv_pool: Tensor, plan: RequestPlan, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """q [n, heads, row_dim]; kv_pool [slots, row_dim]. Returns float32 out [n, heads, rank] and natural-log lse [n, heads]."""
+    """q [n, heads, row_dim]; kv_pool [slots, row_dim]. Returns float32 out [n, heads, rank] and natural-log lse [n,
+    heads]."""
     count = plan.nodes * plan.heads
     rows = gemm.pad_rows((q.float() * scale).reshape(count, -1))
     maximum = torch.full((len(rows), 1), -torch.inf)
@@ -98,8 +100,8 @@ def verify(q: Tensor, kv_pool: Tensor, plan: RequestPlan, rank: int, scale: floa
         kv = _gather(kv_pool, plan.prefix[start : min(start + GROUP, plan.shared)], rank)
         _merge(rows, kv, CHUNK, None, maximum, sums)
 
-    # A row that a node must not see may hold anything, NaN too; weight 0 would not silence it. Then, and where the products
-    # would not add their rows one by one, a block is only as wide as what a few nodes see.
+    # A row that a node must not see may hold anything, NaN too; weight 0 would not silence it. Then, and where the
+    # products would not add their rows one by one, a block is only as wide as what a few nodes see.
     finite = torch.isfinite(kv_pool.index_select(0, plan.open_slots)).all()
     for block in plan.open_blocks(gemm.chain_rows(rank + ONES) if finite else 0):
         kv = _gather(kv_pool, block.slots, rank)
@@ -116,14 +118,16 @@ def verify(q: Tensor, kv_pool: Tensor, plan: RequestPlan, rank: int, scale: floa
 
 
 def _gather(kv_pool: Tensor, slots: Tensor, rank: int) -> Tensor:
-    """Rows of the pool as float32, zero rows up to a multiple of CHUNK; the columns after the rank hold ONES at least."""
+    """Rows of the pool as float32, zero rows up to a multiple of CHUNK; the columns after the rank hold ONES at
+    least."""
     kv = kv_pool.index_select(0, slots).float()
     columns, rows = max(0, rank + ONES - kv.shape[1]), -len(slots) % CHUNK
     return F.pad(kv, (0, columns, 0, rows)) if rows or columns else kv
 
 
 def _merge(q: Tensor, kv: Tensor, width: int, hidden: Tensor | None, maximum: Tensor, sums: Tensor) -> None:
-    """Fold chunks of `width` rows of kv, one after the other, into (maximum, sums) in place. Overwrites kv's rope columns.
+    """Fold chunks of `width` rows of kv, one after the other, into (maximum, sums) in place. Overwrites kv's rope
+    columns.
 
     maximum [R, 1]: running maximum of the scores. sums [R, rank + ONES]: P @ [V, 1] relative to it.
     """

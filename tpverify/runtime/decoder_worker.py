@@ -41,8 +41,8 @@ class DecoderOptions(msgspec.Struct, frozen=True):
 
 
 class DecoderWorker:
-    """Rank r of tp. Every rank keeps, by slot, the latent rows of all layers, the final hidden state and the features that
-    the drafter reads, so that any of them could take over from rank 0."""
+    """Rank r of tp. Every rank keeps, by slot, the latent rows of all layers, the final hidden state and the features
+    that the drafter reads, so that any of them could take over from rank 0."""
 
     def __init__(self, comm: Comm, device: str, options: dict[str, Any]) -> None:
         shape = msgspec.convert(options, DecoderOptions)

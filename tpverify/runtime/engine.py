@@ -25,9 +25,9 @@ class Engine:
     """A model over `tp` ranks. A context manager; not for several threads.
 
     model: "tiny", the shipped byte-level model, or the directory of a checkpoint in DeepSeek-V3's layout (dense layers,
-    safetensors; a drafter/ folder beside it makes "ddtree" and "chain" possible). num_slots: tokens that the KV pool can
-    hold, the trees being verified included. max_batch: sequences a step; further prompts wait. prefill_chunk: prompt
-    tokens a step. group: ranks to use instead of starting some; closing the engine leaves them running.
+    safetensors; a drafter/ folder beside it makes "ddtree" and "chain" possible). num_slots: tokens that the KV pool
+    can hold, the trees being verified included. max_batch: sequences a step; further prompts wait. prefill_chunk:
+    prompt tokens a step. group: ranks to use instead of starting some; closing the engine leaves them running.
 
     Raises ArgumentError (bad input, tp that does not divide the heads), ClusterError (no place for the ranks) and
     RankFailure (a rank died, hung or diverged; everything has been released then).
@@ -86,8 +86,8 @@ class Engine:
 
         strategy: "ddtree" verifies a tree of `budget` drafted tokens a step ("auto": what proves fastest), "chain" the
         drafter's likeliest token at each depth, "autoregressive" one token. All give the same tokens and hidden states.
-        temperature: 0 takes the target's most probable token; above, each position has its own draw from (seed, position).
-        stop: str, bytes or a list of these; generation ends before the first that appears.
+        temperature: 0 takes the target's most probable token; above, each position has its own draw from (seed,
+        position). stop: str, bytes or a list of these; generation ends before the first that appears.
         Returns GenerationResult. Raises ArgumentError, PoolFull (a prompt that can never fit) and RankFailure.
         """
         single = isinstance(prompt, (str, bytes)) or _is_token_list(prompt)
@@ -97,7 +97,8 @@ class Engine:
         return results[0] if single else [results[index] for index in range(len(generations))]
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[list[int] | GenerationResult]:
-        """`generate`, with its options, for one prompt: yields the new tokens after each step, and the result at the end."""
+        """`generate`, with its options, for one prompt: yields the new tokens after each step, and the result at the
+        end."""
         (generation,) = self._prepare({"prompt": prompt}, GenerationOptions(**options))
         shown = 0
         for ended in self._run([generation]):
@@ -134,7 +135,8 @@ class Engine:
         return self.drafter.block_size - 1 if self.drafter else 0
 
     def _run(self, generations: list[Generation]) -> Iterator[list[tuple[int, GenerationResult]]]:
-        """Step all admitted sequences together until all are done; yields after each step those that ended, with index."""
+        """Step all admitted sequences together until all are done; yields after each step those that ended, with
+        index."""
         waiting = list(enumerate(generations))
         active: dict[int, Generation] = {}
         try:
@@ -153,7 +155,8 @@ class Engine:
                     self._log.close(generation.seq)
 
     def _admit(self, waiting: list[tuple[int, Generation]], active: dict[int, Generation]) -> None:
-        """Start prompts in order while there is a place in the batch and room for the most that each can come to hold."""
+        """Start prompts in order while there is a place in the batch and room for the most that each can come to
+        hold."""
         held = sum(generation.slots_needed(self._depth) for generation in active.values())
         while waiting and len(active) < self.max_batch:
             index, generation = waiting[0]

@@ -21,7 +21,8 @@ class GenerationResult:
     """tokens: what was generated, without the stop sequence. text: those bytes as UTF-8; None if tokens are not bytes.
 
     accept_lengths: tau of each verify step, the root counted. stats: finish_reason ("length" or "stop"), prompt_tokens,
-    steps, prompt_steps, seconds by stage, hidden_digest (of the final hidden states at all positions that chose a token).
+    steps, prompt_steps, seconds by stage, hidden_digest (of the final hidden states at all positions that chose a
+    token).
     """
 
     tokens: list[int]

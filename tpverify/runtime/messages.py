@@ -61,9 +61,9 @@ class Attend(_Work, frozen=True):
 class DecodeRequest(msgspec.Struct, array_like=True, frozen=True):
     """One sequence's tokens of a decode step: int64 tokens [n] and int32 parents [n], little-endian, as in DraftTree.
 
-    A prompt's chunk is a chain that is committed as it is (prompt = True); a draft tree is walked by the target's choices:
-    argmax at temperature 0, else a draw keyed by (seed, position). candidates: tokens a depth to draft after it; 0 for a
-    sequence that is never drafted for.
+    A prompt's chunk is a chain that is committed as it is (prompt = True); a draft tree is walked by the target's
+    choices: argmax at temperature 0, else a draw keyed by (seed, position). candidates: tokens a depth to draft after
+    it; 0 for a sequence that is never drafted for.
     """
 
     seq: int
@@ -83,7 +83,8 @@ class Decode(_Work, frozen=True):
 
 class DecodedRequest(msgspec.Struct, array_like=True, frozen=True):
     """path: int32 accepted nodes, the root first. bonus: the target's token after them. The drafter's proposal for what
-    follows the bonus: float32 logprobs [depth, candidates], int64 token_ids of the same shape, empty without a draft."""
+    follows the bonus: float32 logprobs [depth, candidates], int64 token_ids of the same shape, empty without a
+    draft."""
 
     path: bytes
     bonus: int
