@@ -1,6 +1,6 @@
 """Time of one draft tree: `build_ddtree_topk` with K = budget at depth 15, to positions, links and ancestor words.
 
-    python bench/bench_tree.py [--json FILE] [--vocab 151936] [--rounds 5] [--budgets 16 64 256 512 1023]
+    python bench/bench_tree.py [--json] [--vocab 151936] [--rounds 5] [--budgets 16 64 256 512 1023]
 
 The native library and its Python twin run on the same inputs in the same process, alternating by round; a row gives the
 best round's median (p50_us), its 99th percentile and the median over all rounds. "flat" draws normal logits, which
@@ -14,7 +14,6 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -95,25 +94,13 @@ def rows(vocab: int, budgets: list[int], rounds: int, seconds: float) -> Iterato
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 64, 256, 512, 1023])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.2, help="per backend and round")
     options = parser.parse_args()
-    print(f"depth {DEPTH}, vocab {options.vocab}, K = budget; host library: {native.host_status()}")
-    print(
-        f"{'shape':>7} {'budget':>6} {'backend':>7} {'nodes':>5} {'depth':>5} {'p50 us':>9} {'p99 us':>9} {'goal':>5}"
-    )
-    results = []
-    for row in rows(options.vocab, options.budgets, options.rounds, options.seconds):
-        results.append(row)
-        goal = "" if row["goal_us"] is None else f"{row['goal_us']:.0f}"
-        print(
-            f"{row['shape']:>7} {row['budget']:>6} {row['backend']:>7} {row['nodes']:>5} {row['depth']:>5} "
-            f"{row['p50_us']:>9} {row['p99_us']:>9} {goal:>5}",
-            flush=True,
-        )
+    results = rows(options.vocab, options.budgets, options.rounds, options.seconds)
     if options.json:
         record = {
             "bench": "tree",
@@ -123,9 +110,21 @@ def main() -> None:
             "build": native.build_info(),
             "vocab": options.vocab,
             "draft_depth": DEPTH,
-            "rows": results,
+            "rows": list(results),
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        print(json.dumps(record, indent=1))
+        return
+    print(f"depth {DEPTH}, vocab {options.vocab}, K = budget; host library: {native.host_status()}")
+    print(
+        f"{'shape':>7} {'budget':>6} {'backend':>7} {'nodes':>5} {'depth':>5} {'p50 us':>9} {'p99 us':>9} {'goal':>5}"
+    )
+    for row in results:
+        goal = "" if row["goal_us"] is None else f"{row['goal_us']:.0f}"
+        print(
+            f"{row['shape']:>7} {row['budget']:>6} {row['backend']:>7} {row['nodes']:>5} {row['depth']:>5} "
+            f"{row['p50_us']:>9} {row['p99_us']:>9} {goal:>5}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

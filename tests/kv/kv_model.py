@@ -1,4 +1,4 @@
-"""An independent model of the tables: dicts, lists and sets, everything recomputed by brute force; and random trees."""
+"""An independent model of the tables (dicts, lists, sets; everything recomputed by brute force); random trees and logs."""
 
 import itertools
 import random
@@ -6,6 +6,7 @@ import random
 import numpy as np
 
 from tpverify.kv.digest import mix64
+from tpverify.kv.log import KvLog
 
 
 class Model:
@@ -114,3 +115,37 @@ def random_path(rng: random.Random, parents):
         path.append(node)
         node = parents[node]
     return path[::-1]
+
+
+def int32(*values):
+    return np.array(values, "<i4").tobytes()
+
+
+def random_log(seed, rounds, num_slots=200):
+    """A log run at random. Returns it, its entries, its digest after each (0 first) and the model."""
+    rng, log, model = random.Random(seed), KvLog(num_slots), Model(num_slots)
+    digests = [log.digest()]
+    while len(digests) <= rounds:
+        seq = rng.choice(sorted(model.prefix) or [None])
+        kind = rng.choice(["open", "append", "draft", "commit", "commit", "fork", "close"])
+        if seq is None or (kind == "open" and len(model.prefix) < 5):
+            model.open(log.open())
+        elif kind == "append" and model.room(seq) >= 9:
+            model.append(seq, log.append(seq, rng.randint(1, 9)).tolist())
+        elif kind == "draft" and model.room(seq) >= 17:
+            model.draft(seq, log.draft(seq, rng.randint(1, 17)).tolist())
+        elif kind == "commit" and model.tree[seq]:
+            path = random_path(rng, random_parents(rng, len(model.tree[seq])))
+            log.commit(seq, path)
+            model.commit(seq, path)
+        elif kind == "fork" and len(model.prefix) < 5:
+            model.fork(seq, log.fork(seq))
+        elif kind == "close" and (len(model.prefix) > 2 or rng.random() < 0.1):
+            log.close(seq)
+            model.close(seq)
+        else:
+            continue
+        digests.append(log.digest())
+    first, entries = log.pending()
+    assert (first, len(entries)) == (1, rounds)
+    return log, entries, digests, model
