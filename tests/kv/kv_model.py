@@ -1,4 +1,4 @@
-"""An independent model of the tables (dicts, lists, sets; everything recomputed by brute force); random trees and logs."""
+"""An independent model of the tables: dicts, lists and sets, everything by brute force; random trees and logs."""
 
 import itertools
 import random
