@@ -14,9 +14,13 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
+import tpverify
+
 pytestmark = pytest.mark.ray
 
-START = """
+START = (
+    f"import sys; sys.path.insert(0, {str(Path(tpverify.__file__).parent.parent)!r})"
+    + """
 import os, signal, sys, tempfile, time
 import ray
 from tpverify.runtime.coordinator import Coordinator
@@ -26,7 +30,8 @@ group = RankGroup(2, "cpu", deadline_s=60)
 steps = Coordinator(group, "tables", {}, num_slots=8)
 print(*group.pids, flush=True)
 """
-STEP_FOR_EVER = START + "os.kill(group.pids[1], signal.SIGSTOP)\nsteps.step(Ping())"
+)
+STEP_FOR_EVER = START + "os.kill(group.pids[1], signal.SIGSTOP)\nwhile True: steps.step(Ping())"
 IDLE = START + "time.sleep(60)"
 LEAVE = START + "sys.exit(3)"
 AUTH = (
@@ -44,13 +49,16 @@ RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 class Driver:
-    """A script in a process group of its own. Its environment marks every process that it leaves behind."""
+    """A script in a process group of its own. Its environment marks every process that it leaves behind.
+
+    Only the script itself knows where the package is.
+    """
 
     def __init__(self, script: str, directory: Path, **environment: str) -> None:
         self.mark = f"TPVERIFY_TEST={uuid.uuid4().hex}"
         name, value = self.mark.split("=")
-        own = {"TMPDIR": str(directory), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), name: value}
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        own = {"TMPDIR": str(directory), name: value}
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "PYTHONPATH"))}
         self.process = subprocess.Popen(
             [sys.executable, "-c", script],
             env=kept | own | environment,
@@ -132,7 +140,7 @@ def test_ctrl_c_in_mid_step_leaves_nothing(directory: Path) -> None:
 
 def test_ctrl_c_while_ranks_start_leaves_nothing(directory: Path, join: dict[str, str]) -> None:
     before = placement_groups()
-    driver = Driver("print(flush=True)" + IDLE, directory, **join)
+    driver = Driver("print(flush=True);" + IDLE, directory, **join)
     assert driver.process.stdout is not None
     driver.process.stdout.readline()
     time.sleep(2.5)  # Ray is imported and the actors are under way, or nearly so: it must be clean at any moment

@@ -37,6 +37,15 @@ def process_ended(pid: int) -> bool:
         return True
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until every thread has stopped: until then it may well answer a step."""
+    os.kill(pid, signal.SIGSTOP)
+    while {task.read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").glob("*/stat")} != {
+        "T"
+    }:
+        time.sleep(0.01)
+
+
 def placements() -> dict[str, str]:
     return {key: row["state"] for key, row in placement_group_table().items() if row["state"] != "REMOVED"}
 
@@ -123,7 +132,7 @@ def test_killed_rank_is_named_at_once_and_a_new_group_starts() -> None:
         group = RankGroup(3, "cpu", deadline_s=60)
         steps = coordinator(group)
         pids = group.pids
-        os.kill(pids[1], signal.SIGSTOP)  # so that the step is still under way when the rank dies
+        stop(pids[1])  # so that the step is still under way when the rank dies
         threading.Timer(0.3, os.kill, (pids[1], signal.SIGKILL)).start()
         start = time.monotonic()
         with pytest.raises(RankFailure, match="rank 1 failed at step 2: its process is gone") as failure:
@@ -141,7 +150,7 @@ def test_hung_rank_is_named_at_the_deadline() -> None:
         group = RankGroup(3, "cpu", deadline_s=1)
         steps = coordinator(group)
         pids = group.pids
-        os.kill(pids[2], signal.SIGSTOP)
+        stop(pids[2])
         with pytest.raises(RankFailure, match="rank 2 failed at step 2: no answer within 1 s, nor to a ping"):
             steps.step(Ping())
         assert all(map(process_ended, pids)), "a stopped process is ended too"

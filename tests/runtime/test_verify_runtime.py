@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -170,7 +171,8 @@ def test_a_rank_lost_in_mid_step_is_the_one_named(ray_session: None) -> None:
     with VerifyRuntime(replace(CFG, tp=2, deadline_s=60)) as runtime:
         seq = runtime.open()
         pid = runtime._group.pids[1]
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)  # and a moment to take effect
+        time.sleep(0.5)
         threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(RankFailure) as failure:
             runtime.verify({seq: random_draft(rng, 5)}, softmax_scale=SCALE)

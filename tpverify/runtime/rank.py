@@ -1,8 +1,6 @@
 """One rank: applies the log, hands the work to its worker, answers with its digest."""
 
 import importlib
-import os
-import threading
 import time
 import traceback
 from typing import Any, Protocol
@@ -12,7 +10,6 @@ import msgspec
 from tpverify.kv.log import Replica
 from tpverify.runtime import messages
 from tpverify.runtime.messages import Configure, Frame, Ping, Reply, Step, Work
-from tpverify.runtime.transport import serve
 
 # Imported when first configured: a rank without a worker ("tables") replays the log and needs no torch.
 WORKERS = {
@@ -87,26 +84,3 @@ class RankServer:
         build = getattr(importlib.import_module(module), name)
         self.comm = GlooComm(work.rendezvous, self.rank, work.tp, self.timeout_s)
         self.worker = build(self.comm, self.device, work.options)
-
-
-class Rank:
-    """The Ray actor around a RankServer. `run` never returns: its reference tells the driver that the rank lives."""
-
-    def __init__(self, rank: int, device: str, timeout_s: float) -> None:
-        self._server = RankServer(rank, device, timeout_s)
-
-    def run(self, endpoint: str) -> None:
-        """Serve the socket at `endpoint`."""
-        serve(endpoint, self._server.answer)
-
-    def idle(self) -> None:
-        """Stand in for `run` where no socket is served."""
-        threading.Event().wait()
-
-    def answer(self, message: list[bytes]) -> list[bytes]:
-        """One message as a Ray call."""
-        return [bytes(frame) for frame in self._server.answer([memoryview(frame) for frame in message])]
-
-    def ping(self) -> int:
-        """Process id. In a concurrency group of its own, so it answers while a step runs."""
-        return os.getpid()

@@ -5,7 +5,6 @@ import math
 import os
 import select
 import signal
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -20,8 +19,8 @@ import tpverify
 from tpverify.config import DEVICES, check_range
 from tpverify.errors import ArgumentError, ClusterError, RankFailure
 from tpverify.runtime import cluster, messages
+from tpverify.runtime.actor import Rank
 from tpverify.runtime.messages import Frame, Ping, Reply, Step
-from tpverify.runtime.rank import Rank
 from tpverify.runtime.transport import CALLS, RayTransport, Transport, ZmqTransport
 
 TRANSPORTS: dict[str, Callable[[int], Transport]] = {"zmq": ZmqTransport, "ray": RayTransport}
@@ -90,12 +89,13 @@ class RankGroup:
         self._resources.callback(self._kill)
         # A rank waits for its peers longer than the driver does for it, so that the driver is first to say who is late.
         peer_timeout_s = max(START_DEADLINE_S, 2 * self.deadline_s)
+        root = str(Path(tpverify.__file__).parent.parent)
         groups = {CONTROL: 1, CALLS: 1}
         actor = ray.remote(concurrency_groups=groups, max_restarts=0, max_task_retries=0)(Rank)  # type: ignore[call-overload]
         for rank in range(self.size):
             place = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
-            options = actor.options(num_cpus=0, num_gpus=gpus, scheduling_strategy=place, runtime_env=_environment())
-            self._actors.append(options.remote(rank, self.device, peer_timeout_s))
+            options = actor.options(num_cpus=0, num_gpus=gpus, scheduling_strategy=place)
+            self._actors.append(options.remote(root, rank, self.device, peer_timeout_s))
         self._sentinels = self.transport.start(self._actors)
         self.call(Step(0, 1, [], Ping()), deadline_s=START_DEADLINE_S)
         self.transport.settled()
@@ -209,14 +209,6 @@ def _gpus_each(size: int, device: str, oversubscribe: bool) -> float:
     if gpus < size and oversubscribe and gpus:
         return math.floor(1e4 * gpus / size) / 1e4  # Ray counts in ten-thousandths
     return 1
-
-
-def _environment() -> dict[str, Any]:
-    """Run from a source tree, the package is on this process's path but perhaps not on that of a cluster it joins."""
-    root = str(Path(tpverify.__file__).parent.parent)
-    if root == sysconfig.get_path("purelib"):
-        return {}
-    return {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}}
 
 
 def _process(pid: int, handles: ExitStack) -> int | None:

@@ -1,0 +1,42 @@
+"""The Ray actor around a RankServer, and its way to the package that the driver runs."""
+
+import os
+import sys
+import threading
+from typing import Any
+
+import ray
+
+
+class Rank:
+    """One rank. `run`, or `idle` in its place, never returns: its reference tells the driver that the rank lives."""
+
+    def __init__(self, root: str, rank: int, device: str, timeout_s: float) -> None:
+        """root: the directory of the driver's package; a Ray that it joined need not have it on its own path."""
+        if root not in sys.path:
+            sys.path.insert(0, root)
+        from tpverify.runtime.rank import RankServer
+
+        self._server: Any = RankServer(rank, device, timeout_s)
+
+    def run(self, endpoint: str) -> None:
+        """Serve the socket at `endpoint`."""
+        from tpverify.runtime.transport import serve
+
+        serve(endpoint, self._server.answer)
+
+    def idle(self) -> None:
+        """Stand in for `run` where no socket is served."""
+        threading.Event().wait()
+
+    def answer(self, message: list[bytes]) -> list[bytes]:
+        """One message as a Ray call."""
+        return [bytes(frame) for frame in self._server.answer([memoryview(frame) for frame in message])]
+
+    def ping(self) -> int:
+        """Process id. In a concurrency group of its own, so it answers while a step runs."""
+        return os.getpid()
+
+
+# Sent whole rather than as a name to import. A runtime_env would do as well, at twice the time to start eight ranks.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
