@@ -31,8 +31,9 @@ def coordinator(group: RankGroup, **options: Any) -> Coordinator:
 
 
 def process_ended(pid: int) -> bool:
+    """Gone, waiting for its parent, or being reaped."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:
         return True
 

@@ -29,6 +29,7 @@ START_DEADLINE_S = 120.0  # to start a process and import torch, which many rank
 POLL_S = 0.05  # how long a dead rank can go unnoticed
 BLAME_S = 1.0  # how long to look for the cause behind an error or a silence
 KILL_S = 2.0  # what Ray gets to end a process before we do
+REAP_S = 10.0  # what the kernel gets, on a busy machine, after that
 
 
 class Answer(NamedTuple):
@@ -198,7 +199,7 @@ class RankGroup:
                     ray.kill(actor)
             for process in _not_ended(processes, KILL_S):  # stopped or stuck in a driver
                 signal.pidfd_send_signal(process, signal.SIGKILL)
-            _not_ended(processes, KILL_S)
+            _not_ended(processes, REAP_S)
 
 
 def _gpus_each(size: int, device: str, oversubscribe: bool) -> float:
