@@ -1,5 +1,6 @@
 """The three stages in miniature, and the parts of them a silent mistake could hide in."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 
 from tpverify.model.checkpoint import load_checkpoint
+from tpverify.model.drafter import Drafter
 from tpverify.model.tiny import corpus as texts
 from tpverify.model.tiny import evaluate
 from tpverify.model.tiny.distill import block_losses, target_features
 from tpverify.model.tiny.generate import continued
 from tpverify.model.tiny.optim import orthogonalized, schedule
+from tpverify.model.tiny.target import Target
 from tpverify.model.tiny.train import SMOKE, load, train
 
 MINIATURE = replace(
@@ -24,6 +27,15 @@ MINIATURE = replace(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small run no faster on more threads, and much slower on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def split() -> texts.Corpus:
     corpus = texts.load()
@@ -31,7 +43,7 @@ def split() -> texts.Corpus:
 
 
 @pytest.fixture(scope="module")
-def shipped():
+def shipped() -> tuple[Target, Drafter]:
     return load(Path(texts.__file__).parent, "cpu")
 
 
@@ -47,7 +59,7 @@ def test_all_stages_learn(split: texts.Corpus, tmp_path: Path) -> None:
     assert torch.equal(tensors["model.embed_tokens.weight"].float(), target.embed)
 
 
-def test_shipped_pair_speculates_without_loss_and_pays(split: texts.Corpus, shipped) -> None:
+def test_shipped_pair_speculates_without_loss_and_pays(split: texts.Corpus, shipped: tuple[Target, Drafter]) -> None:
     """On a few held-out prompts: the text of plain decoding, in far fewer rounds, sampled too."""
     target, drafter = shipped
     given = evaluate.held_out_prompts(split, [384] * 4)
@@ -60,7 +72,7 @@ def test_shipped_pair_speculates_without_loss_and_pays(split: texts.Corpus, ship
         assert decoded.tau > least
 
 
-def test_bits_per_byte_by_hand(split: texts.Corpus, shipped) -> None:
+def test_bits_per_byte_by_hand(split: texts.Corpus, shipped: tuple[Target, Drafter]) -> None:
     target, _ = shipped
     text = next(iter(split.lib.values()))[:130]
     got = evaluate.bits_per_byte(target, {"x": text}, 64)
@@ -72,7 +84,7 @@ def test_bits_per_byte_by_hand(split: texts.Corpus, shipped) -> None:
     assert got == pytest.approx(total / 128, rel=1e-4)
 
 
-def test_generation_equals_scoring_from_scratch(shipped) -> None:
+def test_generation_equals_scoring_from_scratch(shipped: tuple[Target, Drafter]) -> None:
     """Every greedy byte is the argmax of a full forward pass over what precedes it; prompts stay as they are."""
     target, _ = shipped
     text = b"class Queue:\n    def __init__(self):\n        self"
@@ -84,7 +96,7 @@ def test_generation_equals_scoring_from_scratch(shipped) -> None:
         assert torch.equal(out[row, prompt:].long(), choices[row, prompt - 1 : -1])
 
 
-def test_training_sees_what_inference_sees(shipped) -> None:
+def test_training_sees_what_inference_sees(shipped: tuple[Target, Drafter]) -> None:
     """The many-blocks-a-sequence loss equals cross-entropies of the drafter's own logits, a block at a time."""
     target, drafter = shipped
     data = Path(evaluate.__file__).read_bytes()
