@@ -1,4 +1,4 @@
-"""The command as a function, and two ranks that all tests of the folder share."""
+"""The command as a function, and two ranks that the tests of a file share."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ class Done(NamedTuple):
         return json.loads(self.out)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_ranks() -> Iterator[RankGroup]:
     with RankGroup(2, "cpu", deadline_s=60) as group:
         yield group
