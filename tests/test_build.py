@@ -90,9 +90,14 @@ def install(wheels, folder):
     return wheel.name
 
 
+# Where the tests run, tpverify may be installed as editable, and that goes before PYTHONPATH.
+FORGET_EDITABLE = "import sys; sys.meta_path = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
+
+
 def use(site, cwd, python=sys.executable, **changes):
     env = environment(PYTHONPATH=str(site) if site else None, **changes)
-    done = subprocess.run([python, "-c", USE_TREES], env=env, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE)
+    code = FORGET_EDITABLE + USE_TREES if site else USE_TREES
+    done = subprocess.run([python, "-c", code], env=env, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().split("|")
 
