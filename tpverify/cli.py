@@ -236,7 +236,7 @@ def _bench(args: argparse.Namespace) -> int:
     folder = Path(tpverify.__file__).parents[1] / "bench"
     scripts = {path.stem.removeprefix("bench_"): path for path in sorted(folder.glob("bench_*.py"))}
     if not scripts:
-        return _fail(FAILED, f"bench: the benchmarks come with a source checkout, and {folder} is not there")
+        return _fail(FAILED, f"bench: the benchmarks come with a source checkout, and {folder} has none")
     results: dict[str, Any] = {}
     for name in args.names or scripts:
         if name not in scripts:
