@@ -21,7 +21,8 @@ def cost_table(comparison: Comparison) -> Table:
             strategy,
             str(cost["tokens"]),
             str(cost["steps"]),
-            *(f"{cost[key]:.2f}" for key in ("tau", "verify_calls_per_token")),
+            f"{cost['tau']:.2f}",
+            f"{cost['verify_calls_per_token']:.3f}",
             f"{cost['tokens_per_second']:.1f}",
             *(f"{value:.2f}" for value in cost["stage_ms_per_token"].values()),
         )
