@@ -1,6 +1,11 @@
 """The decoder against transformers' DeepseekV3ForCausalLM, which loads the same directory and shares no code with
 it."""
 
+import functools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +15,7 @@ from tpverify.config import MlaGeometry
 from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import ModelConfig, load_checkpoint, save_checkpoint
 from tpverify.model.decoder import Decoder
+from tpverify.model.parallel import TensorParallel
 from tpverify.ops.attention import TreeMask, VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.tree import DraftTree
@@ -21,7 +27,9 @@ class Cached:
     """A decoder over a latent pool, fed chunk by chunk, with tree nodes where asked for."""
 
     def __init__(self, config: ModelConfig, tensors: dict[str, torch.Tensor], tp: int = 1) -> None:
-        self.ranks = [Decoder(config, tensors, rank, tp) for rank in range(tp)]
+        meeting = Meeting(tp)
+        groups = [TensorParallel(r, tp, functools.partial(meeting.allgather, r) if tp > 1 else None) for r in range(tp)]
+        self.ranks = [Decoder(config, tensors, group) for group in groups]
         self.config, self.length = config, 0
         row_dim = config.kv_lora_rank + config.qk_rope_head_dim
         self.pools = [torch.zeros(config.num_hidden_layers, 4096, row_dim) for _ in self.ranks]
@@ -35,43 +43,45 @@ class Cached:
         plan = VerifyPlan(MlaGeometry(heads, config.kv_lora_rank, config.qk_rope_head_dim), 1, 1024, 4096, "cpu")
         plan.update([VerifyRequest(self.slots[: self.length], own, mask)])
         positions = torch.from_numpy(self.length + mask.depths.astype(np.int64))
-        streams = run_ranks(self.ranks, self.pools, tokens, positions, own, plan, config.softmax_scale)
+        hidden = run_ranks(self.ranks, self.pools, tokens, positions, own, plan, config.softmax_scale)
         kept = own[path] if path is not None else own
         rest = own[[i for i in range(n) if path is not None and i not in path]]
         self.slots[self.length : self.length + n] = torch.cat([kept, rest])
         self.length += len(kept)
-        return self.ranks[0].final(streams)
+        return hidden
+
+
+class Meeting:
+    """All-gather among threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.parts = threading.Barrier(size), [None] * size
+
+    def allgather(self, rank: int, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        assert len(x) == rows[rank]
+        self.parts[rank] = x
+        self.barrier.wait(60)
+        everything = torch.cat(self.parts)
+        self.barrier.wait(60)
+        return everything
 
 
 def run_ranks(ranks, pools, tokens, positions, slots, plan, scale) -> torch.Tensor:
-    """All ranks of a group in one thread each, meeting at every gather."""
-    import threading
+    """All ranks of a group, one thread each."""
 
-    barrier, parts, results = threading.Barrier(len(ranks)), [None] * len(ranks), [None] * len(ranks)
-
-    def run(rank: int) -> None:
+    def run(rank: int) -> torch.Tensor:
         def attend(layer, rows, q):
             pools[rank][layer, slots] = rows
             out, lse = torch.empty(*q.shape[:2], 512), torch.empty(q.shape[:2])
             plan.run(q, pools[rank][layer], out, lse, scale)
             return out
 
-        def gather(values):
-            parts[rank] = values
-            barrier.wait(60)
-            everything = torch.cat(parts, dim=1)
-            barrier.wait(60)
-            return everything
+        return ranks[rank](tokens, positions, attend, ())
 
-        results[rank] = ranks[rank](tokens, positions, attend, gather)[-1]
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert all(torch.equal(result, results[0]) for result in results)
-    return results[0]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        first, *others = pool.map(run, range(len(ranks)))
+    assert all(torch.equal(other, first) for other in others)
+    return first
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +175,7 @@ def test_other_shapes_of_the_architecture_match_transformers(q_lora_rank, interl
 
 def test_tp_must_divide_the_heads(tiny):
     with pytest.raises(ArgumentError, match="^tp: expected a divisor of the 8 heads, got 3"):
-        Decoder(*tiny, 0, 3)
+        Decoder(*tiny, TensorParallel(0, 3, Meeting(3).allgather))
 
 
 def test_what_is_saved_is_what_is_loaded(tiny, tmp_path):

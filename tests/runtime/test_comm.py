@@ -1,5 +1,7 @@
-"""The star of gloo sends, one thread a rank, against torch.stack."""
+"""The star of sockets, one thread a rank, against torch.stack and torch.cat."""
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tpverify.runtime.comm import GlooComm
+from tpverify.runtime.comm import SocketComm
 
 
-def on_ranks(rendezvous: Path, size: int, body: Callable[[GlooComm], object], timeout_s: float = 20.0) -> list:
+def on_ranks(rendezvous: Path, size: int, body: Callable[[SocketComm], object], timeout_s: float = 20.0) -> list:
     """body's result or exception on each of `size` ranks."""
 
     def run(rank: int) -> object:
-        comm = GlooComm(str(rendezvous), rank, size, timeout_s)
+        comm = SocketComm(str(rendezvous), rank, size, timeout_s)
         try:
             return body(comm)
-        except RuntimeError as error:
+        except OSError as error:
             return error
         finally:
             comm.destroy()
@@ -26,45 +28,76 @@ def on_ranks(rendezvous: Path, size: int, body: Callable[[GlooComm], object], ti
         return list(pool.map(run, range(size)))
 
 
-def rows(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    return (torch.arange(6).reshape(2, 3) + 10 * rank).to(dtype)
+def rows(rank: int, dtype: torch.dtype, count: int = 2) -> torch.Tensor:
+    return (torch.arange(3 * count).reshape(count, 3) + 10 * rank).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_gather_and_allgather(tmp_path: Path, size: int, dtype: torch.dtype) -> None:
-    def body(comm: GlooComm) -> tuple:
-        out = torch.full((size, 2, 3), -1).to(dtype)
-        comm.allgather(out, rows(comm.rank, dtype))
-        return comm.gather(rows(comm.rank, dtype).T.contiguous().T), out  # a strided input
+def test_gather(tmp_path: Path, size: int, dtype: torch.dtype) -> None:
+    def body(comm: SocketComm) -> object:
+        return comm.gather(rows(comm.rank, dtype).T.contiguous().T)  # a strided input
 
-    expected = torch.stack([rows(rank, dtype) for rank in range(size)])
-    results = on_ranks(tmp_path / "meet", size, body)
-    assert all(torch.equal(out, expected) for _, out in results)
-    assert torch.equal(torch.stack(results[0][0]), expected)
-    assert [parts for parts, _ in results[1:]] == [None] * (size - 1)
+    first, *others = on_ranks(tmp_path / "meet", size, body)
+    assert torch.equal(torch.stack(first), torch.stack([rows(rank, dtype) for rank in range(size)]))
+    assert others == [None] * (size - 1)
 
 
-@pytest.mark.parametrize("root", [0, 2])
-def test_broadcast(tmp_path: Path, root: int) -> None:
-    def body(comm: GlooComm) -> torch.Tensor:
-        x = rows(comm.rank, torch.float32)
-        comm.broadcast(x, root)
-        comm.barrier()
-        return x
+@pytest.mark.parametrize("counts", [[2], [1, 1], [3, 0, 2, 1, 4], [0, 0, 5]])
+def test_allgather_of_unequal_shares(tmp_path: Path, counts: list[int]) -> None:
+    def body(comm: SocketComm) -> object:
+        return [comm.allgather(rows(comm.rank, torch.float32, counts[comm.rank]), counts) for _ in range(3)][-1]
 
-    assert all(torch.equal(x, rows(root, torch.float32)) for x in on_ranks(tmp_path / "meet", 3, body))
+    expected = torch.cat([rows(rank, torch.float32, count) for rank, count in enumerate(counts)])
+    assert all(torch.equal(out, expected) for out in on_ranks(tmp_path / "meet", len(counts), body))
 
 
-def test_peer_that_leaves_is_an_error_not_a_hang(tmp_path: Path) -> None:
-    def body(comm: GlooComm) -> object:
-        return None if comm.rank == 1 else comm.gather(rows(comm.rank, torch.float32))
+def test_more_than_a_socket_holds(tmp_path: Path) -> None:
+    big = torch.randn(400_000, 3)
 
-    results = on_ranks(tmp_path / "meet", 2, body, timeout_s=2)
-    assert isinstance(results[0], RuntimeError)
+    def body(comm: SocketComm) -> object:
+        return comm.allgather(big + comm.rank, [len(big)] * comm.size)
+
+    expected = torch.cat([big, big + 1, big + 2])
+    assert all(torch.equal(out, expected) for out in on_ranks(tmp_path / "meet", 3, body))
 
 
-def test_peer_that_never_comes_is_an_error_not_a_hang(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_peer_that_leaves_is_an_error_not_a_hang(tmp_path: Path, leaver: int) -> None:
+    def body(comm: SocketComm) -> object:
+        if comm.rank == leaver:
+            return None
+        return comm.allgather(rows(comm.rank, torch.float32), [2, 2])
+
+    results = on_ranks(tmp_path / "meet", 2, body, timeout_s=5)
+    assert isinstance(results[1 - leaver], OSError)
+
+
+def test_silent_peer_is_an_error_at_the_timeout(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def body(comm: SocketComm) -> object:
+        if comm.rank == 1:
+            done.wait(20)
+            return None
+        try:
+            return comm.gather(rows(0, torch.float32))
+        finally:
+            done.set()
+
+    start = time.monotonic()
+    results = on_ranks(tmp_path / "meet", 2, body, timeout_s=1)
+    assert isinstance(results[0], TimeoutError) and time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_peer_that_never_comes_is_an_error_not_a_hang(tmp_path: Path, rank: int) -> None:
     """nccl#289: building a communicator hung when a rank died meanwhile."""
-    with pytest.raises(RuntimeError):
-        GlooComm(str(tmp_path / "meet"), 0, 2, timeout_s=1)
+    with pytest.raises(TimeoutError):
+        SocketComm(str(tmp_path / "meet"), rank, 2, timeout_s=1)
+
+
+def test_rendezvous_in_use(tmp_path: Path) -> None:
+    (tmp_path / "meet").touch()
+    with pytest.raises(OSError, match="Address already in use"):
+        SocketComm(str(tmp_path / "meet"), 0, 2, timeout_s=1)

@@ -146,7 +146,7 @@ def test_ctrl_c_while_ranks_start_leaves_nothing(directory: Path, join: dict[str
     time.sleep(2.5)  # Ray is imported and the actors are under way, or nearly so: it must be clean at any moment
     os.killpg(driver.process.pid, signal.SIGINT)
     driver.process.communicate(timeout=30)
-    assert driver.process.returncode == -signal.SIGINT
+    assert driver.process.returncode in (-signal.SIGINT, 1)  # 1 where Ray turned the interrupt into an error of its own
     assert soon(lambda: placement_groups() == before)
     assert files_left(directory) == []
 

@@ -1,55 +1,55 @@
-"""The target model on one rank: all of every layer but the attention heads, of which it has a shard.
+"""The target model on one rank: a shard of the attention heads for all rows, everything else for a share of the rows.
 
 CPU ranks compute in float32 from the stored weights, and every product keeps rows independent (ops/gemm.py), so hidden
 states are the same bits for every tp, batch, chunking and tree that a token can come in.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import ModelConfig
-from tpverify.model.mla import Gather, MlaAttention, Rope, rms_norm
+from tpverify.model.mla import MlaAttention, Rope, rms_norm
+from tpverify.model.parallel import TensorParallel
 from tpverify.ops import gemm
 
 LayerAttend = Callable[[int, Tensor, Tensor], Tensor]  # layer, the layer's new cache rows, absorbed q -> out
 
 
 class Decoder:
-    """tensors: the checkpoint's, by name. Rank tp_rank of tp_size has heads tp_rank * H/tp_size up to the next
-    rank's."""
+    """tensors: the checkpoint's, by name. Rank r of a group has heads r * H / size up to the next rank's."""
 
-    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], tp_rank: int = 0, tp_size: int = 1) -> None:
-        if config.num_attention_heads % tp_size:
-            raise ArgumentError("tp", f"a divisor of the {config.num_attention_heads} heads", tp_size)
-        self.config = config
-        local_heads = config.num_attention_heads // tp_size
+    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], group: TensorParallel) -> None:
+        if config.num_attention_heads % group.size:
+            raise ArgumentError("tp", f"a divisor of the {config.num_attention_heads} heads", group.size)
+        self.config, self.group = config, group
+        local_heads = config.num_attention_heads // group.size
         rope = Rope(config)
         self.embed = tensors["model.embed_tokens.weight"].float()
         self.layers = [
-            DecoderLayer(config, _below(f"model.layers.{layer}.", tensors), rope, tp_rank * local_heads, local_heads)
+            DecoderLayer(config, _below(f"model.layers.{layer}.", tensors), rope, group.rank * local_heads, local_heads)
             for layer in range(config.num_hidden_layers)
         ]
         self.norm = tensors["model.norm.weight"].float()
         self.head = self.embed if config.tie_word_embeddings else tensors["lm_head.weight"].float()
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: LayerAttend, gather: Gather) -> list[Tensor]:
-        """tokens, positions int64 [n] -> the residual stream [n, hidden] after each layer."""
-        # Whole blocks of rows all the way: an elementwise or reducing kernel then never meets a ragged end.
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: LayerAttend, layers: Sequence[int]) -> Tensor:
+        """tokens, positions int64 [n] -> [n, (len(layers) + 1) hidden]: the residual stream after each of `layers`,
+        counted from 1, and then the normed hidden states that the head reads."""
         n = len(tokens)
-        x = gemm.pad_rows(F.embedding(tokens, self.embed))
+        own = self.group.own(n)
+        # Whole blocks of rows all the way: an elementwise or reducing kernel then never meets a ragged end.
+        x = gemm.pad_rows(F.embedding(tokens[own], self.embed))
         streams = []
         for index, layer in enumerate(self.layers):
-            x = layer(x, positions, functools.partial(attend, index), gather)
-            streams.append(x[:n])
-        return streams
-
-    def final(self, stream: Tensor) -> Tensor:
-        """The last layer's stream [n, hidden] -> the normed hidden states that the head reads."""
-        return rms_norm(gemm.pad_rows(stream), self.norm, self.config.rms_norm_eps)[: len(stream)]
+            x = layer(x, positions, functools.partial(attend, index), self.group)
+            streams.append(x)
+        wanted = [streams[layer - 1] for layer in layers] + [rms_norm(x, self.norm, self.config.rms_norm_eps)]
+        return self.group.all_rows(torch.cat(wanted, dim=1)[: own.stop - own.start], n)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [n, hidden] -> logits [n, vocab]."""
@@ -62,23 +62,28 @@ class DecoderLayer:
     ) -> None:
         self.eps = config.rms_norm_eps
         self.attention = MlaAttention(config, _below("self_attn.", weights), rope, first_head, heads)
-        self.input_norm = weights["input_layernorm.weight"].float()
-        self.post_attention_norm = weights["post_attention_layernorm.weight"].float()
-        self.gate, self.up, self.down = (weights[f"mlp.{name}_proj.weight"].float() for name in ("gate", "up", "down"))
+        self.input_norm = weights["input_layernorm.weight"]
+        self.post_attention_norm = weights["post_attention_layernorm.weight"]
+        self.gate_up = torch.cat([weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"]])
+        self.down = weights["mlp.down_proj.weight"]
 
     def __call__(
-        self, x: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor], Tensor], gather: Gather
+        self, x: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor], Tensor], group: TensorParallel
     ) -> Tensor:
-        """x [padded n, hidden] -> the same; attend takes the layer's new cache rows and the absorbed queries."""
+        """x [padded own rows, hidden] -> the same; attend takes all rows' new cache rows and absorbed queries."""
         n = len(positions)
-        normed = rms_norm(x, self.input_norm, self.eps)[:n]
-        rows = self.attention.latents(normed, positions)
-        attended = self.attention(normed, positions, lambda q: attend(rows, q), gather)
-        x = x + F.pad(attended, (0, 0, 0, len(x) - n))
+        own = group.own(n)
+        count = own.stop - own.start
+        normed = rms_norm(x, self.input_norm, self.eps)[:count]
+        shared = group.all_rows(torch.cat([normed, self.attention.latents(normed, positions[own])], dim=1), n)
+        normed, latents = shared[:, : x.shape[1]], shared[:, x.shape[1] :]
+
+        out = attend(latents, self.attention.queries(normed, positions))
+        values = group.all_heads(self.attention.values(out))[own].flatten(1)
+        x = x + F.pad(gemm.linear(values, self.attention.o_proj), (0, 0, 0, len(x) - count))
         normed = rms_norm(x, self.post_attention_norm, self.eps)
-        return x + gemm.matmul(
-            F.silu(gemm.matmul(normed, self.gate.t())) * gemm.matmul(normed, self.up.t()), self.down.t()
-        )
+        gate, up = gemm.matmul(normed, self.gate_up.t()).chunk(2, dim=1)
+        return x + gemm.matmul(F.silu(gate) * up, self.down.t())
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,8 +3,6 @@
 Every product runs head by head, so that a head's bits do not depend on how many heads its rank has.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -12,8 +10,6 @@ from tpverify.model.checkpoint import ModelConfig
 from tpverify.ops import gemm
 
 NORM_EPS = 1e-6  # of the q_a and kv_a norms, whatever config.rms_norm_eps is: transformers builds them so
-Attend = Callable[[Tensor], Tensor]  # absorbed q [n, local heads, row_dim] -> out [n, local heads, kv_lora_rank]
-Gather = Callable[[Tensor], Tensor]  # a rank's [n, local heads, v] -> all heads' [n, heads, v]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,7 +30,7 @@ class Rope:
         """x [n, ..., rope_dim] at positions int64 [n]; interleaved pairs are split into halves, then halves are
         rotated."""
         first, second = (x[..., 0::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
-        shape = (len(positions),) + (1,) * (x.dim() - 2) + (-1,)
+        shape = (len(positions),) + (1,) * (x.dim() - 2) + self.cos.shape[1:]
         cos, sin = self.cos[positions].view(shape), self.sin[positions].view(shape)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -75,8 +71,6 @@ class MlaAttention:
         q_pe = torch.stack([q[:n, nope:] for q in per_head], dim=1)
         return torch.cat([torch.stack(absorbed, dim=1)[:n], self.rope(q_pe, positions)], dim=-1)
 
-    def __call__(self, x: Tensor, positions: Tensor, attend: Attend, gather: Gather) -> Tensor:
-        """x [n, hidden], normed -> the attention block's output [n, hidden], the same on every rank."""
-        out = attend(self.queries(x, positions))
-        values = [gemm.linear(out[:, head], w_uv) for head, w_uv in enumerate(self.w_uv)]
-        return gemm.linear(gather(torch.stack(values, dim=1)).flatten(1), self.o_proj)
+    def values(self, out: Tensor) -> Tensor:
+        """Attention's out [n, local heads, kv_lora_rank] -> [n, local heads, v_head_dim]."""
+        return torch.stack([gemm.linear(out[:, head], w_uv) for head, w_uv in enumerate(self.w_uv)], dim=1)

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-ROWS = 8  # rows of the smallest product; one row alone would be dispatched to a matrix-vector kernel with another order
+ROWS = 4  # rows of the smallest product; one row alone would be dispatched to a matrix-vector kernel with another order
 SLAB = 128  # rows of the largest product: every multiple of ROWS up to here is probed
 CHUNK = 64  # columns of a score product, and rows of V in a canonical chunk
 
@@ -25,10 +25,25 @@ def pad_rows(x: Tensor) -> Tensor:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] @ b [K, N] with M a multiple of ROWS: float32 [M, N], each row a function of that row of `a` and of `b`
     alone."""
-    step = SLAB if rows_independent(a.shape[1], b.shape[1], b.stride(1) == 1) else ROWS
+    step = _step(a, b)
     if a.shape[0] <= step:
         return torch.mm(a, b)
     return torch.cat([torch.mm(block, b) for block in a.split(step)])
+
+
+def add_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out [M, N] += a [M, K] @ b [K, N] in place, as `matmul` does it."""
+    step = _step(a, b)
+    if a.shape[0] <= step:
+        out.addmm_(a, b)
+        return
+    for part, block in zip(out.split(step), a.split(step), strict=True):
+        part.addmm_(block, b)
+
+
+def _step(a: Tensor, b: Tensor) -> int:
+    """Rows that one product may take."""
+    return SLAB if rows_independent(a.shape[1], b.shape[1], b.stride(1) == 1) else ROWS
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -48,16 +63,22 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 @functools.cache
 def rows_independent(k: int, n: int, row_major: bool) -> bool:
     """Does one product over M rows give the bits of M / ROWS products, for every M up to SLAB? For b [k, n] in the
-    given memory order, and `a` contiguous or a slice of wider rows."""
+    given memory order, `a` contiguous or a slice of wider rows, and for products added to what is there."""
     generator = torch.Generator().manual_seed(k * 31 + n)
     wide = torch.randn(SLAB, 2 * k, generator=generator)
     a = wide[:, :k].contiguous()
     b = torch.randn(k, n, generator=generator) if row_major else torch.randn(n, k, generator=generator).t()
-    blocks = torch.cat([torch.mm(block, b) for block in a.split(ROWS)])
+    c = torch.randn(SLAB, n, generator=generator)
     shuffle = torch.randperm(SLAB, generator=generator)
+    counts = range(ROWS, SLAB + 1, ROWS)
+
+    blocks = torch.cat([torch.mm(block, b) for block in a.split(ROWS)])
+    sums = torch.cat([torch.addmm(there, block, b) for there, block in zip(c.split(ROWS), a.split(ROWS), strict=True)])
     return (
-        all(torch.equal(torch.mm(a[:m], b), blocks[:m]) for m in range(ROWS, SLAB + 1, ROWS))
+        all(torch.equal(torch.mm(a[:m], b), blocks[:m]) for m in counts)
+        and all(torch.equal(torch.addmm(c[:m], a[:m], b), sums[:m]) for m in counts)
         and torch.equal(torch.mm(a[shuffle], b), blocks[shuffle])
+        and torch.equal(torch.addmm(c, wide[:, :k], b), sums)
         and torch.equal(torch.mm(wide[:, :k], b), blocks)
     )
 
@@ -92,7 +113,11 @@ def chain_rows(n: int) -> int:
             seen = torch.sort(torch.randperm(width, generator=generator)[:CHUNK]).values
             spread_weight = torch.zeros(m, width).index_copy_(1, seen, weight)
             spread_value = torch.randn(width, n, generator=generator).index_copy_(0, seen, value)
-            if not torch.equal(matmul(spread_weight, spread_value), matmul(weight, value)):
+            sums = torch.randn(m, n, generator=generator)
+            spread_sums = sums.clone()
+            add_matmul(sums, weight, value)
+            add_matmul(spread_sums, spread_weight, spread_value)
+            if not torch.equal(spread_sums, sums):
                 return safe
         safe = width
     return safe

@@ -1,10 +1,10 @@
 """Tree-masked MLA attention on the CPU, canonical: a row's bits are a function of its own token sequence alone.
 
-A query at position p reads its keys in chunks at absolute multiples of 64 and merges the chunks in order by online
-softmax. Within a chunk scores are independent dot products, and P @ V adds its rows one after another in position
-order. Chunks that lie wholly in the committed prefix are the same rows for every node and take one product; in the
-chunks from there on, each node sees its own ancestors. So a tree node gets the bits that the same token gets when it is
-decoded alone, chunked prefill equals decoding, and neither heads, slots nor other requests matter.
+A query at position p reads its keys in chunks at absolute multiples of 64. Scores are independent dot products, their
+maximum is exact in any order, and P @ V adds chunk after chunk and, within one, row after row in position order. Chunks
+that lie wholly in the committed prefix are the same rows for every node and take one product; in the chunks from there
+on, each node sees its own ancestors. So a tree node gets the bits that the same token gets when it is decoded alone,
+chunked prefill equals decoding, and neither heads, slots nor other requests matter.
 """
 
 import functools
@@ -19,10 +19,10 @@ from torch import Tensor
 from tpverify.ops import gemm
 from tpverify.ops.gemm import CHUNK
 
-ONES = (
-    16  # columns of ones beside V: P @ [V, 1] sums P in the same order as the output, and the same rescale serves both
-)
-GROUP = 4 * CHUNK  # prefix rows gathered at a time: they stay in the cache between Q @ K and P @ V
+ONES = 16  # columns of ones beside V: P @ [V, 1] adds up P in the order in which it adds the rows of V
+GROUP = 4 * CHUNK  # prefix rows gathered at a time
+KEPT = 32 * GROUP  # prefix rows that stay gathered between Q @ K and P @ V; more are gathered twice
+SCORES = 64 << 20  # scores held at a time, 4 bytes each
 
 
 @dataclass(frozen=True)
@@ -90,31 +90,68 @@ def _groups(visible: np.ndarray, limit: int) -> Iterator[tuple[np.ndarray, np.nd
 
 
 def verify(q: Tensor, kv_pool: Tensor, plan: RequestPlan, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """q [n, heads, row_dim]; kv_pool [slots, row_dim]. Returns float32 out [n, heads, rank] and natural-log lse [n,
-    heads]."""
-    count = plan.nodes * plan.heads
-    rows = gemm.pad_rows((q.float() * scale).reshape(count, -1))
-    maximum = torch.full((len(rows), 1), -torch.inf)
-    sums = torch.zeros(len(rows), rank + ONES)
-    for start in range(0, plan.shared, GROUP):
-        kv = _gather(kv_pool, plan.prefix[start : min(start + GROUP, plan.shared)], rank)
-        _merge(rows, kv, CHUNK, None, maximum, sums)
+    """q [n, heads, row_dim]; kv_pool [slots, row_dim]. Returns float32 out [n, heads, rank] and natural-log lse
+    [n, heads]."""
+    rows = gemm.pad_rows((q.float() * scale).reshape(plan.nodes * plan.heads, -1))
+    sums, maximum = torch.zeros(len(rows), rank + ONES), torch.full((len(rows), 1), -torch.inf)
 
-    # A row that a node must not see may hold anything, NaN too; weight 0 would not silence it. Then, and where the
-    # products would not add their rows one by one, a block is only as wide as what a few nodes see.
+    # A row that a node must not see may hold anything, NaN too; weight 0 would not silence it. Then, and where products
+    # would not add their rows one by one, a block is only as wide as what a few nodes see.
     finite = torch.isfinite(kv_pool.index_select(0, plan.open_slots)).all()
-    for block in plan.open_blocks(gemm.chain_rows(rank + ONES) if finite else 0):
-        kv = _gather(kv_pool, block.slots, rank)
-        if block.rows is None:
-            _merge(rows, kv, len(kv), block.hidden, maximum, sums)
-        else:
-            some_maximum, some_sums = maximum[block.rows], sums[block.rows]
-            _merge(rows[block.rows], kv, len(kv), block.hidden, some_maximum, some_sums)
-            maximum[block.rows], sums[block.rows] = some_maximum, some_sums
+    blocks = plan.open_blocks(gemm.chain_rows(rank + ONES) if finite else 0)
+    open_scores = [_open_scores(rows, _gather(kv_pool, block.slots, rank), block, maximum) for block in blocks]
 
+    step = max(gemm.ROWS, SCORES // max(plan.shared, 1) // gemm.ROWS * gemm.ROWS)
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        _read_shared(rows[part], kv_pool, plan, rank, maximum[part], sums[part])
+
+    for block, scores in zip(blocks, open_scores, strict=True):
+        values = _values(_gather(kv_pool, block.slots, rank), rank)
+        if block.rows is None:
+            gemm.add_matmul(sums, scores.sub_(maximum).exp_(), values)
+        else:
+            some = sums[block.rows]
+            gemm.add_matmul(some, scores.sub_(maximum[block.rows]).exp_(), values)
+            sums[block.rows] = some
+
+    count = plan.nodes * plan.heads
     total = sums[:count, rank : rank + 1]
     out, lse = sums[:count, :rank] / total, maximum[:count] + total.log()
     return out.view(plan.nodes, plan.heads, rank), lse.view(plan.nodes, plan.heads)
+
+
+def _open_scores(rows: Tensor, kv: Tensor, block: OpenBlock, maximum: Tensor) -> Tensor:
+    """Masked scores of a block's rows; raises their maximum in place."""
+    own = rows if block.rows is None else rows[block.rows]
+    scores = gemm.scores(own, kv[:, : rows.shape[1]]).masked_fill_(block.hidden, -torch.inf)
+    top = scores.amax(dim=1, keepdim=True)
+    if block.rows is None:
+        torch.maximum(maximum, top, out=maximum)
+    else:
+        maximum[block.rows] = torch.maximum(maximum[block.rows], top)
+    return scores
+
+
+def _read_shared(rows: Tensor, kv_pool: Tensor, plan: RequestPlan, rank: int, maximum: Tensor, sums: Tensor) -> None:
+    """The chunks that every node sees whole. All scores come first: weights are relative to the maximum over all keys.
+    Raises `maximum` and adds P @ [V, 1] to `sums`, in place."""
+    if not plan.shared:
+        return
+    groups = plan.prefix[: plan.shared].split(GROUP)
+    kept: list[Tensor] = []
+    scores = torch.empty(len(rows), plan.shared)
+    for part, slots in zip(scores.split(GROUP, dim=1), groups, strict=True):
+        kv = _gather(kv_pool, slots, rank)
+        part.copy_(gemm.scores(rows, kv[:, : rows.shape[1]]))
+        if plan.shared <= KEPT:
+            kept.append(kv)
+    torch.maximum(maximum, scores.amax(dim=1, keepdim=True), out=maximum)
+    weights = scores.sub_(maximum).exp_()
+    for index, part in enumerate(weights.split(GROUP, dim=1)):
+        kv = kept[index] if kept else _gather(kv_pool, groups[index], rank)
+        for chunk, values in zip(part.split(CHUNK, dim=1), _values(kv, rank).split(CHUNK), strict=True):
+            gemm.add_matmul(sums, chunk, values)
 
 
 def _gather(kv_pool: Tensor, slots: Tensor, rank: int) -> Tensor:
@@ -125,21 +162,7 @@ def _gather(kv_pool: Tensor, slots: Tensor, rank: int) -> Tensor:
     return F.pad(kv, (0, columns, 0, rows)) if rows or columns else kv
 
 
-def _merge(q: Tensor, kv: Tensor, width: int, hidden: Tensor | None, maximum: Tensor, sums: Tensor) -> None:
-    """Fold chunks of `width` rows of kv, one after the other, into (maximum, sums) in place. Overwrites kv's rope
-    columns.
-
-    maximum [R, 1]: running maximum of the scores. sums [R, rank + ONES]: P @ [V, 1] relative to it.
-    """
-    scores = gemm.scores(q, kv[:, : q.shape[1]])
-    if hidden is not None:
-        scores.masked_fill_(hidden, -torch.inf)
-    chunks = scores.view(len(q), -1, width)
-    running = torch.cat([maximum, chunks.amax(dim=2)], dim=1).cummax(dim=1).values
-    weights = chunks.sub_(running[:, 1:, None]).exp_()
-    decay = (running[:, :-1] - running[:, 1:]).exp_()
-    columns = sums.shape[1]
-    kv[:, columns - ONES : columns] = 1.0
-    for index, values in enumerate(kv[:, :columns].split(width)):
-        sums.mul_(decay[:, index : index + 1]).add_(gemm.matmul(weights[:, index], values))
-    maximum.copy_(running[:, -1:])
+def _values(kv: Tensor, rank: int) -> Tensor:
+    """[V, 1], in the place of a gathered K that is no longer needed."""
+    kv[:, rank : rank + ONES] = 1.0
+    return kv[:, : rank + ONES]

@@ -14,6 +14,7 @@ from tpverify.kv.log import Replica
 from tpverify.model.checkpoint import load_checkpoint
 from tpverify.model.decoder import Decoder
 from tpverify.model.drafter import Drafter
+from tpverify.model.parallel import TensorParallel
 from tpverify.ops.attention import VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import Comm
@@ -50,7 +51,8 @@ class DecoderWorker:
         torch.set_grad_enabled(False)
         config, tensors = load_checkpoint(shape.checkpoint)
         self.comm, self.config = comm, config
-        self.decoder = Decoder(config, tensors, comm.rank, comm.size)
+        group = TensorParallel(comm.rank, comm.size, comm.allgather if comm.size > 1 else None)
+        self.decoder = Decoder(config, tensors, group)
         self.local_heads = config.num_attention_heads // comm.size
         geometry = MlaGeometry(self.local_heads, config.kv_lora_rank, config.qk_rope_head_dim)
         self.plan = VerifyPlan(geometry, shape.max_batch, MAX_NODES, shape.num_slots * shape.max_batch, device)
@@ -107,18 +109,11 @@ class DecoderWorker:
             self.plan.run(q, self.pool[layer], out, lse, self.config.softmax_scale)
             return out
 
-        streams = self.decoder(tokens, positions, attend, self._gather)
-        self.hidden[rows] = self.decoder.final(streams[-1])
+        layers = self.drafter.feature_layers if self.drafter is not None else ()
+        states = self.decoder(tokens, positions, attend, layers)
+        self.hidden[rows] = states[:, -self.config.hidden_size :]
         if self.drafter is not None:
-            self.features[rows] = torch.cat([streams[layer - 1] for layer in self.drafter.feature_layers], dim=1)
-
-    def _gather(self, values: Tensor) -> Tensor:
-        """A rank's heads [n, local heads, v] -> all heads [n, heads, v]."""
-        if self.comm.size == 1:
-            return values
-        parts = torch.empty(self.comm.size, *values.shape)
-        self.comm.allgather(parts, values)
-        return parts.transpose(0, 1).flatten(1, 2)
+            self.features[rows] = states[:, : -self.config.hidden_size]
 
     def _accept(self, request: DecodeRequest, tree: DraftTree, committed: int, slots: Tensor) -> tuple[np.ndarray, int]:
         if request.prompt:

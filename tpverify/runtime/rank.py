@@ -78,9 +78,9 @@ class RankServer:
         self.worker = self.comm = None  # frees the old pool before the new one is built
         if work.kind == TABLES:
             return
-        from tpverify.runtime.comm import GlooComm
+        from tpverify.runtime.comm import SocketComm
 
         module, name = WORKERS[work.kind].split(":")
         build = getattr(importlib.import_module(module), name)
-        self.comm = GlooComm(work.rendezvous, self.rank, work.tp, self.timeout_s)
+        self.comm = SocketComm(work.rendezvous, self.rank, work.tp, self.timeout_s)
         self.worker = build(self.comm, self.device, work.options)
