@@ -60,6 +60,9 @@ FUNCTIONS = {
 }
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # <malloc.h>
+
+
 def library_dirs() -> Sequence[str]:
     """Where the built libraries may lie: an editable install has two package folders, the sources and the build's."""
     override = os.environ.get("TPVERIFY_LIB_DIR")
@@ -136,3 +139,17 @@ def check(library: ctypes.CDLL, status: int) -> None:
         expected, _, got = rest.rpartition(", got ")
         raise ArgumentError(argument, expected, got)
     raise MemoryError(message) if status == 2 else RuntimeError(message)
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to hand freed memory back to this process, not to the system. No effect elsewhere.
+
+    By default every tensor above some size is mapped afresh, zeroed page by page and unmapped again: a quarter of a decode
+    step's time on ranks that share cores. Call it before other threads allocate.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    for parameter, value in ((M_MMAP_THRESHOLD, 1 << 25), (M_TRIM_THRESHOLD, (1 << 31) - 1), (M_ARENA_MAX, 1)):
+        mallopt(parameter, value)

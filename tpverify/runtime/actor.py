@@ -15,8 +15,10 @@ class Rank:
         """root: the directory of the driver's package; a Ray that it joined need not have it on its own path."""
         if root not in sys.path:
             sys.path.insert(0, root)
+        from tpverify.native import keep_freed_memory
         from tpverify.runtime.rank import RankServer
 
+        keep_freed_memory()
         self._server: Any = RankServer(rank, device, timeout_s)
 
     def run(self, endpoint: str) -> None:
