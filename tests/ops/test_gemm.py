@@ -21,6 +21,28 @@ def test_a_row_has_the_same_bits_in_any_company(m, probe, monkeypatch):
         assert torch.equal(gemm.linear(x[i : i + 1], weight), y[i : i + 1])
 
 
+@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_head_has_the_same_bits_beside_any_others(shared, probe, monkeypatch):
+    if not probe:
+        monkeypatch.setattr(gemm, "heads_independent", lambda *_: False)
+    generator = torch.Generator().manual_seed(3)
+    x, weights = torch.randn(8, 36, 64, generator=generator), torch.randn(8, 64, 96, generator=generator)
+    x = x[:1].expand(8, -1, -1) if shared else x
+    y = gemm.matmul_heads(x[..., 8:40], weights[:, :32])
+    torch.testing.assert_close(y.double(), x[..., 8:40].double() @ weights[:, :32].double(), atol=1e-4, rtol=1e-5)
+    for first, last in ((0, 1), (2, 4), (3, 8)):
+        assert torch.equal(gemm.matmul_heads(x[first:last, :12, 8:40], weights[first:last, :32]), y[first:last, :12])
+    assert torch.equal(gemm.matmul(x[5, :, 8:40].contiguous(), weights[5, :32]), y[5])
+
+
+def test_a_library_whose_heads_depend_on_their_number_is_noticed(monkeypatch):
+    true_bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: true_bmm(a, b) * (1 + 1e-6 * (len(a) > 2)))
+    assert gemm.heads_independent.__wrapped__(2, 32, 96)
+    assert not gemm.heads_independent.__wrapped__(4, 32, 96)
+
+
 def test_a_library_whose_rows_depend_on_their_number_is_noticed(monkeypatch):
     true_mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b: true_mm(a, b) * (1 + 1e-6 * (len(a) > 40)))

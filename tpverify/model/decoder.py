@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import ModelConfig
-from tpverify.model.mla import MlaAttention, Rope, rms_norm
+from tpverify.model.mla import Angles, MlaAttention, Rope, rms_norm
 from tpverify.model.parallel import TensorParallel
 from tpverify.ops import gemm
 
@@ -28,10 +28,12 @@ class Decoder:
             raise ArgumentError("tp", f"a divisor of the {config.num_attention_heads} heads", group.size)
         self.config, self.group = config, group
         local_heads = config.num_attention_heads // group.size
-        rope = Rope(config)
+        self.rope = Rope(config)
         self.embed = tensors["model.embed_tokens.weight"].float()
         self.layers = [
-            DecoderLayer(config, _below(f"model.layers.{layer}.", tensors), rope, group.rank * local_heads, local_heads)
+            DecoderLayer(
+                config, _below(f"model.layers.{layer}.", tensors), self.rope, group.rank * local_heads, local_heads
+            )
             for layer in range(config.num_hidden_layers)
         ]
         self.norm = tensors["model.norm.weight"].float()
@@ -43,10 +45,11 @@ class Decoder:
         n = len(tokens)
         own = self.group.own(n)
         # Whole blocks of rows all the way: an elementwise or reducing kernel then never meets a ragged end.
-        x = gemm.pad_rows(F.embedding(tokens[own], self.embed))
+        x = F.embedding(gemm.pad_rows(tokens[own]), self.embed)
+        own_angles, angles = self.rope.angles(gemm.pad_rows(positions[own])), self.rope.angles(positions)
         streams = []
         for index, layer in enumerate(self.layers):
-            x = layer(x, positions, functools.partial(attend, index), self.group)
+            x = layer(x, own_angles, angles, functools.partial(attend, index), self.group)
             streams.append(x)
         wanted = [streams[layer - 1] for layer in layers] + [rms_norm(x, self.norm, self.config.rms_norm_eps)]
         return self.group.all_rows(torch.cat(wanted, dim=1)[: own.stop - own.start], n)
@@ -64,26 +67,29 @@ class DecoderLayer:
         self.attention = MlaAttention(config, _below("self_attn.", weights), rope, first_head, heads)
         self.input_norm = weights["input_layernorm.weight"]
         self.post_attention_norm = weights["post_attention_layernorm.weight"]
-        self.gate_up = torch.cat([weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"]])
-        self.down = weights["mlp.down_proj.weight"]
+        self.gate_up = gemm.by_input(torch.cat([weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"]]))
+        self.down = gemm.by_input(weights["mlp.down_proj.weight"])
 
     def __call__(
-        self, x: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor], Tensor], group: TensorParallel
+        self,
+        x: Tensor,
+        own_angles: Angles,
+        angles: Angles,
+        attend: Callable[[Tensor, Tensor], Tensor],
+        group: TensorParallel,
     ) -> Tensor:
         """x [padded own rows, hidden] -> the same; attend takes all rows' new cache rows and absorbed queries."""
-        n = len(positions)
+        n = len(angles[0])
         own = group.own(n)
-        count = own.stop - own.start
-        normed = rms_norm(x, self.input_norm, self.eps)[:count]
-        shared = group.all_rows(torch.cat([normed, self.attention.latents(normed, positions[own])], dim=1), n)
-        normed, latents = shared[:, : x.shape[1]], shared[:, x.shape[1] :]
+        normed = rms_norm(x, self.input_norm, self.eps)
+        rows = torch.cat([normed, *self.attention.latents(normed, own_angles)], dim=1)
+        normed, latents = group.all_rows(rows[: own.stop - own.start], n).tensor_split([x.shape[1]], dim=1)
 
-        out = attend(latents, self.attention.queries(normed, positions))
+        out = attend(latents, self.attention.queries(normed, angles))
         values = group.all_heads(self.attention.values(out))[own].flatten(1)
-        x = x + F.pad(gemm.linear(values, self.attention.o_proj), (0, 0, 0, len(x) - count))
-        normed = rms_norm(x, self.post_attention_norm, self.eps)
-        gate, up = gemm.matmul(normed, self.gate_up.t()).chunk(2, dim=1)
-        return x + gemm.matmul(F.silu(gate) * up, self.down.t())
+        x = x + gemm.linear(gemm.pad_rows(values), self.attention.o_proj)
+        gate, up = gemm.linear(rms_norm(x, self.post_attention_norm, self.eps), self.gate_up).chunk(2, dim=1)
+        return x + gemm.linear(F.silu(gate) * up, self.down)
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

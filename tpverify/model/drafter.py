@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import save_tensors
+from tpverify.ops import gemm
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,9 @@ class Drafter(nn.Module):
             odd = sorted(n for n in wanted.keys() | got.keys() if wanted.get(n) != got.get(n))[0]
             raise ArgumentError(f"drafter/{odd}", wanted.get(odd, "no such tensor"), got.get(odd, "none"))
         drafter.load_state_dict(tensors)
+        for layer in drafter.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.data = gemm.by_input(layer.weight.data)
         return drafter.to(embed.device).eval().requires_grad_(False)
 
     def save(self, path: str | Path) -> None:
@@ -112,8 +116,8 @@ class Drafter(nn.Module):
         rows are valid (0 to W; what lies beyond them is ignored, NaN included); root_tokens int64 [b]; positions
         int64 [b]: the root's absolute position S. Requests run one by one, so none depends on its neighbours.
         """
-        requests = zip(*(t.split(1) for t in (context, lengths, root_tokens, positions)), strict=True)
-        return torch.cat([self.draft(*request) for request in requests])
+        requests = zip(context, lengths.tolist(), root_tokens.split(1), positions.split(1), strict=True)
+        return torch.cat([self._logits(rows[None, :count], root, at) for rows, count, root, at in requests])
 
     @torch.no_grad()
     def draft(self, context: Tensor, lengths: Tensor, root_tokens: Tensor, positions: Tensor) -> Tensor:
@@ -121,14 +125,18 @@ class Drafter(nn.Module):
         valid = torch.arange(context.shape[1], device=context.device) < lengths[:, None]
         rows = context.masked_fill(~valid[:, :, None], 0.0)
         mask = F.pad(valid, (0, self.block_size), value=True)[:, None, None, :].expand(-1, 1, self.block_size, -1)
-        block = positions[:, None, None] + torch.arange(self.block_size, device=context.device)
+        return self._logits(rows, root_tokens, positions, mask)
+
+    def _logits(self, rows: Tensor, root_tokens: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        block = positions[:, None, None] + torch.arange(self.block_size, device=rows.device)
         return self.logits(self.blocks(rows, root_tokens[:, None], block, mask)[:, 0])
 
-    def blocks(self, context: Tensor, roots: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def blocks(self, context: Tensor, roots: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """Hidden states [b, k, block_size - 1, hidden] of k blocks a sequence that share its context rows.
 
         context [b, W, context_dim]; roots int64 [b, k]; positions int64 [b, k, block_size];
-        mask bool, broadcastable to [b, 1, k * block_size, W + k * block_size]: True where a query sees a key.
+        mask bool, broadcastable to [b, 1, k * block_size, W + k * block_size]: True where a query sees a key; None:
+        everywhere.
         """
         b, k = roots.shape
         masks = self.mask_embedding.expand(b, k, -1, -1)
@@ -172,7 +180,9 @@ class DraftLayer(nn.Module):
         keys = rotate(self.k_norm(self.k_proj(hidden).unflatten(-1, self.heads)), rope)
         return keys, self.v_proj(hidden).unflatten(-1, self.heads)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> Tensor:
         hidden = self.input_layernorm(x)
         q = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, self.heads)), rope)
         k, v = self.keys_values(hidden, rope)

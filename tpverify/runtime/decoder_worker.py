@@ -133,9 +133,8 @@ class DecoderWorker:
         committed = len(prefix) + len(path)
         self.context[path] = self.drafter.context(self.features[path], torch.arange(len(prefix), committed))
         window = torch.cat([prefix, path])[-self.drafter.window :]
-        context = self.context.new_zeros(1, self.drafter.window, self.drafter.context_dim)
-        context[0, : len(window)] = self.context[window]
-        logits = self.drafter(context, *(torch.tensor([value]) for value in (len(window), bonus, committed)))[0]
+        counts = (torch.tensor([value]) for value in (len(window), bonus, committed))
+        logits = self.drafter(self.context[window][None], *counts)[0]
         # A stable sort: equal logits rank by token id.
         logprobs, token_ids = logits.double().log_softmax(-1).float().sort(dim=-1, descending=True, stable=True)
         top = slice(0, request.candidates)
