@@ -8,6 +8,7 @@ chunked prefill equals decoding, and neither heads, slots nor other requests mat
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,20 +21,20 @@ from tpverify.ops import gemm
 from tpverify.ops.gemm import CHUNK
 
 ONES = 16  # columns of ones beside V: P @ [V, 1] adds up P in the order in which it adds the rows of V
-GROUP = 4 * CHUNK  # prefix rows gathered at a time
-KEPT = 32 * GROUP  # prefix rows that stay gathered between Q @ K and P @ V; more are gathered twice
+GROUP = 16 * CHUNK  # prefix rows gathered at a time
+KEPT = 8 * GROUP  # prefix rows that stay gathered between Q @ K and P @ V; more are gathered twice
 SCORES = 64 << 20  # scores held at a time, 4 bytes each
 
 
 @dataclass(frozen=True)
 class OpenBlock:
-    """Some nodes' keys from one open chunk. slots int64 [C], in position order for every node.
+    """Some nodes' keys from one open chunk. keys int64 [C], rows of the gathered open keys in position order for every
+    node; C is rounded up to whole chunks with the row of zeros.
 
-    hidden: bool [R, C'] with R query rows, padded, and C rounded up to whole chunks. rows: which query rows, None for
-    all.
+    hidden: bool [R, C] with R query rows, padded. rows: which query rows, None for all.
     """
 
-    slots: Tensor
+    keys: Tensor
     hidden: Tensor
     rows: Tensor | None
 
@@ -60,21 +61,23 @@ class RequestPlan:
             nodes = np.flatnonzero(self._positions >= start)
             visible = np.ones((len(nodes), committed + len(columns)), bool)
             visible[:, committed:] = self._ancestors[np.ix_(nodes, columns)]
-            slots = torch.cat([self.prefix[len(self.prefix) - committed :], self.tree[torch.from_numpy(columns)]])
+            keys = np.concatenate([np.arange(committed), len(self.prefix) - self.shared + columns])
             for group, seen in _groups(visible, limit):
-                yield self._block(nodes[group], slots[torch.from_numpy(seen)], visible[np.ix_(group, seen)])
+                yield self._block(nodes[group], keys[seen], visible[np.ix_(group, seen)])
 
-    def _block(self, nodes: np.ndarray, slots: Tensor, visible: np.ndarray) -> OpenBlock:
+    def _block(self, nodes: np.ndarray, seen: np.ndarray, visible: np.ndarray) -> OpenBlock:
         count = len(nodes) * self.heads
-        hidden = np.ones((count + -count % gemm.ROWS, len(slots) + -len(slots) % CHUNK), bool)
-        hidden[:count, : len(slots)] = ~visible.repeat(self.heads, axis=0)
+        keys = np.full(len(seen) + -len(seen) % CHUNK, len(self.open_slots))
+        keys[: len(seen)] = seen
+        hidden = np.ones((count + -count % gemm.ROWS, len(keys)), bool)
+        hidden[:count, : len(seen)] = ~visible.repeat(self.heads, axis=0)
         hidden[count:] = False  # rows of padding are finite, and dropped
         rows = None
         if len(nodes) < self.nodes:
             own = (nodes[:, None] * self.heads + np.arange(self.heads)).reshape(-1)
             rows = torch.from_numpy(np.concatenate([own, own[:1].repeat(len(hidden) - count)]))
             hidden[count:] = hidden[0]
-        return OpenBlock(slots, torch.from_numpy(hidden), rows)
+        return OpenBlock(torch.from_numpy(keys), torch.from_numpy(hidden), rows)
 
 
 def _groups(visible: np.ndarray, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -97,17 +100,19 @@ def verify(q: Tensor, kv_pool: Tensor, plan: RequestPlan, rank: int, scale: floa
 
     # A row that a node must not see may hold anything, NaN too; weight 0 would not silence it. Then, and where products
     # would not add their rows one by one, a block is only as wide as what a few nodes see.
-    finite = torch.isfinite(kv_pool.index_select(0, plan.open_slots)).all()
-    blocks = plan.open_blocks(gemm.chain_rows(rank + ONES) if finite else 0)
-    open_scores = [_open_scores(rows, _gather(kv_pool, block.slots, rank), block, maximum) for block in blocks]
+    # (A sum that overflows says so too soon, which costs time only.)
+    open_keys = F.pad(_gather(kv_pool, plan.open_slots, rank), (0, 0, 0, 1))
+    blocks = plan.open_blocks(gemm.chain_rows(rank + ONES) if math.isfinite(open_keys.sum().item()) else 0)
+    open_kv = [open_keys.index_select(0, block.keys) for block in blocks]
+    open_scores = [_open_scores(rows, kv, block, maximum) for kv, block in zip(open_kv, blocks, strict=True)]
 
     step = max(gemm.ROWS, SCORES // max(plan.shared, 1) // gemm.ROWS * gemm.ROWS)
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         _read_shared(rows[part], kv_pool, plan, rank, maximum[part], sums[part])
 
-    for block, scores in zip(blocks, open_scores, strict=True):
-        values = _values(_gather(kv_pool, block.slots, rank), rank)
+    for block, kv, scores in zip(blocks, open_kv, open_scores, strict=True):
+        values = _values(kv, rank)
         if block.rows is None:
             gemm.add_matmul(sums, scores.sub_(maximum).exp_(), values)
         else:
@@ -155,11 +160,10 @@ def _read_shared(rows: Tensor, kv_pool: Tensor, plan: RequestPlan, rank: int, ma
 
 
 def _gather(kv_pool: Tensor, slots: Tensor, rank: int) -> Tensor:
-    """Rows of the pool as float32, zero rows up to a multiple of CHUNK; the columns after the rank hold ONES at
-    least."""
+    """Rows of the pool as float32; the columns after the rank hold ONES at least."""
     kv = kv_pool.index_select(0, slots).float()
-    columns, rows = max(0, rank + ONES - kv.shape[1]), -len(slots) % CHUNK
-    return F.pad(kv, (0, columns, 0, rows)) if rows or columns else kv
+    missing = rank + ONES - kv.shape[1]
+    return F.pad(kv, (0, missing)) if missing > 0 else kv
 
 
 def _values(kv: Tensor, rank: int) -> Tensor:
