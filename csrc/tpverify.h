@@ -1,7 +1,7 @@
 /* tpverify's C ABI (C99).
  *
- * libtpverify_host.so holds the tree functions and needs neither CUDA nor torch. Every library exports
- * tpv_abi_version and tpv_last_error for itself.
+ * libtpverify_host.so holds the tree functions and needs neither CUDA nor torch, libtpverify_cuda.so the kernels. Every
+ * library exports tpv_abi_version and tpv_last_error for itself.
  *
  * Calling convention: one parameter struct a call, its first field struct_size = sizeof the struct as the caller
  * compiled it. The caller owns all memory; arrays are dense and row-major. A call returns TPV_OK or another status and
@@ -29,7 +29,8 @@ typedef enum tpv_status {
     TPV_OK = 0,
     TPV_INVALID_ARGUMENT = 1,
     TPV_OUT_OF_MEMORY = 2,
-    TPV_INTERNAL_ERROR = 3
+    TPV_INTERNAL_ERROR = 3,
+    TPV_CUDA_ERROR = 4
 } tpv_status;
 
 /* The largest tree (root included) and the deepest draft. */
@@ -104,6 +105,84 @@ typedef struct tpv_accept_sampled_params {
 } tpv_accept_sampled_params;
 
 TPV_API tpv_status tpv_accept_sampled(tpv_accept_sampled_params* params);
+
+/* ---- Verify attention (libtpverify_cuda.so) ---------------------------------------------------------------------- */
+
+/* Tree-masked MLA attention over a paged latent pool in bfloat16, one row a slot: 512 latent, then 64 rope. Node i of a
+ * request sees all of its prefix, its ancestors and itself.
+ *
+ * Plan once a step, run once a layer. Both only launch on `stream`, a cudaStream_t of the current device: they neither
+ * allocate nor synchronise, and may be captured in a CUDA graph. A replay reads the tables anew, so they may be rewritten
+ * in place for other lengths, trees and batches, up to what was captured. Pointers are device memory. */
+
+#define TPV_MAX_HEADS 128
+
+/* Compute capabilities that the library holds kernels for, as "90,120". */
+TPV_API const char* tpv_cuda_archs(void);
+
+/* How a step is cut. A head's bits depend on the splits, and on nothing else of this. */
+typedef struct tpv_verify_split {
+    int32_t heads;            /* of this call, 1..TPV_MAX_HEADS */
+    int32_t tile_rows;        /* 16, 32 or 64 rows (node * heads + head) a tile */
+    int32_t split_heads;      /* what splits are chosen for: the same at every tp, so that all give the same bits */
+    int32_t split_tile_rows;  /* 16, 32 or 64 */
+    int32_t batch_invariant;  /* 1: splits of a request do not depend on the others either */
+    int32_t reserved;         /* 0 */
+} tpv_verify_split;
+
+typedef struct tpv_verify_workspace_params {
+    uint64_t struct_size;
+    tpv_verify_split split;
+    int32_t max_batch;   /* 1..4096 */
+    int32_t max_nodes;   /* of one request, 1..TPV_MAX_NODES */
+    int64_t max_tokens;  /* of all prefixes */
+    uint64_t bytes;      /* out; on the current device */
+} tpv_verify_workspace_params;
+
+TPV_API tpv_status tpv_verify_workspace_size(tpv_verify_workspace_params* params);
+
+/* The requests of a step. Rows of q, out and lse and the words lie request after request, without gaps. */
+typedef struct tpv_verify_requests {
+    const int32_t* slots;          /* [sum of tokens]: a request's prefix slots in position order, then its tree slots */
+    const int32_t* slot_begin;     /* [batch]: where its slots start */
+    const int32_t* prefix_len;     /* [batch] */
+    const int32_t* nodes;          /* [batch]: 0 for a padded request */
+    const int32_t* node_begin;     /* [batch]: its first node among those of all */
+    const int32_t* word_begin;     /* [batch]: its first ancestor word */
+    const uint64_t* words;         /* [sum of n * ceil(n / 64)]: bit j of row i, node i sees node j */
+    int32_t batch;
+    int32_t reserved;              /* 0 */
+} tpv_verify_requests;
+
+typedef struct tpv_verify_plan_params {
+    uint64_t struct_size;
+    tpv_verify_split split;
+    tpv_verify_requests requests;
+    void* workspace;  /* 256-byte aligned */
+    uint64_t workspace_bytes;  /* as tpv_verify_workspace_size says for limits that the requests respect */
+    void* stream;
+} tpv_verify_plan_params;
+
+TPV_API tpv_status tpv_verify_plan(const tpv_verify_plan_params* params);
+
+typedef struct tpv_verify_run_params {
+    uint64_t struct_size;
+    tpv_verify_split split;        /* as planned */
+    tpv_verify_requests requests;  /* as planned */
+    void* workspace;               /* as planned */
+    uint64_t workspace_bytes;
+    void* stream;
+    const void* q;   /* bf16 [nodes, heads, 576], strides even, 4-byte aligned */
+    const void* kv;  /* bf16 [slots, 576], stride a multiple of 8, 16-byte aligned */
+    void* out;       /* bf16 [out_nodes, heads, 512], strides multiples of 4, 8-byte aligned */
+    float* lse;      /* [out_nodes, heads], natural log */
+    int64_t q_stride_node, q_stride_head, kv_stride_slot;           /* in elements */
+    int64_t out_stride_node, out_stride_head, lse_stride_node;      /* in elements; heads of lse lie side by side */
+    int32_t out_nodes;  /* at least the plan's nodes; rows beyond them get 0 and -inf */
+    float softmax_scale;
+} tpv_verify_run_params;
+
+TPV_API tpv_status tpv_verify_run(const tpv_verify_run_params* params);
 
 #ifdef __cplusplus
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tpverify import native
+from tpverify.ops import cuda
 
 ROOT = Path(__file__).parents[1]
 DEADLINE = 300
@@ -210,6 +211,11 @@ MIRRORS = {
     "tpv_tree": native.Tree,
     "tpv_accept_greedy_params": native.AcceptGreedyParams,
     "tpv_accept_sampled_params": native.AcceptSampledParams,
+    "tpv_verify_split": cuda.VerifySplit,
+    "tpv_verify_requests": cuda.VerifyRequests,
+    "tpv_verify_workspace_params": cuda.VerifyWorkspaceParams,
+    "tpv_verify_plan_params": cuda.VerifyPlanParams,
+    "tpv_verify_run_params": cuda.VerifyRunParams,
 }
 
 

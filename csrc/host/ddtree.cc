@@ -92,7 +92,7 @@ private:
             if (tpv_status status = check_ids(row, seen, largest); status != TPV_OK) return status;
             if (ties) order_ties(row);
         }
-        vocab_size_ = p_.vocab_size ? p_.vocab_size : largest + 1;
+        vocab_size_ = p_.vocab_size ? p_.vocab_size : std::min(largest, std::numeric_limits<int64_t>::max() - 1) + 1;
         return TPV_OK;
     }
 

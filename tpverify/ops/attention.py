@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tpverify.config import MAX_NODES
 from tpverify.errors import ArgumentError
-from tpverify.ops import reference
+from tpverify.ops import cuda, reference
 from tpverify.ops.reference import RequestPlan
 
 BACKENDS = ("auto", "cuda", "cuda_fp32", "cuda_naive", "reference")
@@ -72,6 +72,7 @@ def verify_attention(
 
     q [sum of n, heads, 576] float32 or bfloat16, absorbed queries, requests one after another; kv_pool [slots, 576] in
     q's dtype, 512 latent then 64 rope; softmax_scale multiplies the scores.
+    backend "auto" is the kernel on CUDA tensors (bfloat16, at most 128 heads) and the reference on CPU tensors.
     Returns out [sum of n, heads, 512] in q's dtype and lse [sum of n, heads] float32, natural log.
     batch_invariant: a request's bits do not depend on the other requests (the reference always gives that).
     Raises ArgumentError, a ValueError, for anything else. Inputs may be strided.
@@ -81,14 +82,34 @@ def verify_attention(
     if not isinstance(batch_invariant, bool):
         raise ArgumentError("batch_invariant", "a bool", repr(batch_invariant))
     require_backend(backend, q.device)
-    plans = plan_requests(requests, q.shape[1], kv_pool.shape[0])
-    total = sum(plan.nodes for plan in plans)
+    checked = check_requests(requests, kv_pool.shape[0])
+    total = sum(request.nodes for request in checked)
     if total != q.shape[0]:
         raise ArgumentError("q", f"{total} rows, the nodes of all requests", tuple(q.shape))
     out = q.new_empty(total, q.shape[1], KV_LORA_RANK)
-    lse = torch.empty(total, q.shape[1])
-    run_reference(q, kv_pool, plans, out, lse, softmax_scale)
+    lse = torch.empty(total, q.shape[1], device=q.device)
+    if q.device.type == "cuda":
+        check_kernel_takes(q)
+        widest = max((request.nodes for request in checked), default=1)
+        tokens = sum(len(request.prefix) for request in checked)
+        plan = cuda.CudaPlan(q.shape[1], max(len(checked), 1), widest, tokens, q.device, batch_invariant)
+        plan.update(checked)
+        plan.run(_dense_rows(q), _dense_rows(kv_pool), out, lse, softmax_scale)
+    else:
+        run_reference(q, kv_pool, plan_reference(checked, q.shape[1]), out, lse, softmax_scale)
     return out, lse
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def check_kernel_takes(q: Tensor) -> None:
+    """Raise ArgumentError unless there is a CUDA kernel for q's dtype and heads."""
+    if q.dtype != torch.bfloat16:
+        raise ArgumentError("q", "bfloat16 on CUDA, no kernel takes another dtype yet", q.dtype)
+    if q.shape[1] > cuda.MAX_HEADS:
+        raise ArgumentError("q", f"at most {cuda.MAX_HEADS} heads on CUDA", tuple(q.shape))
 
 
 def run_reference(
@@ -106,12 +127,15 @@ def require_backend(backend: str, device: torch.device) -> None:
     """Raise ArgumentError unless `backend` exists and can run on `device`."""
     if backend not in BACKENDS:
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", repr(backend))
-    if backend.startswith("cuda") or (backend == "auto" and device.type == "cuda"):
+    if device.type == "cuda":
+        if backend not in ("auto", "cuda"):
+            raise ArgumentError("backend", "'cuda' or 'auto' on CUDA tensors", repr(backend))
+        if reason := cuda.why_not():
+            raise ArgumentError("backend", "CUDA kernels and a GPU for CUDA tensors", reason)
+    elif device.type != "cpu" or backend.startswith("cuda"):
         raise ArgumentError(
-            "backend", "'reference' on CPU tensors: this build has no CUDA kernels", f"{backend!r} on {device}"
+            "backend", "CUDA tensors for kernels, CPU tensors for 'reference'", f"{backend!r} on {device}"
         )
-    if device.type != "cpu":
-        raise ArgumentError("backend", "CPU tensors for 'reference'", f"tensors on {device}")
 
 
 def check_scale(softmax_scale: float) -> None:
@@ -138,12 +162,16 @@ def check_tensors(q: Tensor, kv_pool: Tensor, row_dim: int = ROW_DIM) -> None:
         raise ArgumentError("kv_pool", f"{q.dtype} on {q.device} like q", f"{kv_pool.dtype} on {kv_pool.device}")
 
 
-def plan_requests(requests: Sequence[VerifyRequest], heads: int, pool_slots: int) -> list[RequestPlan]:
-    """Check and prepare. Raises ArgumentError unless every request fits a pool of `pool_slots` rows."""
-    return [_plan_request(f"requests[{i}]", request, heads, pool_slots) for i, request in enumerate(requests)]
+def check_requests(requests: Sequence[VerifyRequest], pool_slots: int) -> list[cuda.Request]:
+    """Raises ArgumentError unless every request fits a pool of `pool_slots` rows."""
+    return [_check_request(f"requests[{i}]", request, pool_slots) for i, request in enumerate(requests)]
 
 
-def _plan_request(name: str, request: VerifyRequest, heads: int, pool_slots: int) -> RequestPlan:
+def plan_reference(requests: Sequence[cuda.Request], heads: int) -> list[RequestPlan]:
+    return [RequestPlan(r.prefix, r.tree, r.words, r.depths, heads) for r in requests]
+
+
+def _check_request(name: str, request: VerifyRequest, pool_slots: int) -> cuda.Request:
     if not isinstance(request, VerifyRequest):
         raise ArgumentError(name, "a VerifyRequest", type(request).__name__)
     prefix = _check_slots(f"{name}.prefix_slots", request.prefix_slots, pool_slots)
@@ -158,7 +186,7 @@ def _plan_request(name: str, request: VerifyRequest, heads: int, pool_slots: int
         )
     if len(tree) != n:
         raise ArgumentError(f"{name}.tree_slots", f"{n} slots, one a node", len(tree))
-    return RequestPlan(prefix, tree, words, depths, heads)
+    return cuda.Request(prefix, tree, words, depths)
 
 
 def _check_slots(name: str, slots: np.ndarray | Tensor, pool_slots: int) -> Tensor:

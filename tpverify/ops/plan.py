@@ -8,13 +8,18 @@ from torch import Tensor
 from tpverify.config import MAX_NODES, MlaGeometry, check_range
 from tpverify.errors import ArgumentError
 from tpverify.ops.attention import (
+    KV_LORA_RANK,
+    ROW_DIM,
     VerifyRequest,
+    check_kernel_takes,
+    check_requests,
     check_scale,
     check_tensors,
-    plan_requests,
+    plan_reference,
     require_backend,
     run_reference,
 )
+from tpverify.ops.cuda import CudaPlan
 from tpverify.ops.reference import RequestPlan
 
 ANY_POOL = 2**63 - 1  # slots are checked against the pool when the plan runs
@@ -24,7 +29,12 @@ class VerifyPlan:
     """The requests of one step, checked once, for all layers.
 
     geometry.num_heads heads a call; at most max_batch requests of max_nodes nodes each, and max_tokens prefix tokens in
-    all. device: "cpu" (the reference) in this build. batch_invariant as in verify_attention. Raises ArgumentError.
+    all. device: "cpu" (the reference) or a CUDA device (the kernel: 512 + 64 wide, at most 128 heads). batch_invariant
+    as in verify_attention. Raises ArgumentError.
+
+    On a CUDA device run() only launches, so it may be captured in a CUDA graph. Capture it with as many rows of q, out
+    and lse as any later step has nodes; a replay then computes what the last update() gave, and rows beyond the step's
+    nodes get out 0 and lse -inf.
     """
 
     def __init__(
@@ -39,34 +49,50 @@ class VerifyPlan:
         check_range("max_batch", max_batch, 1, 4096)
         check_range("max_nodes", max_nodes, 1, MAX_NODES)
         check_range("max_tokens", max_tokens, 0, 2**31 - 1)
-        require_backend("auto", torch.device(device))
+        device = torch.device(device)
+        require_backend("auto", device)
         self.geometry, self.max_batch, self.max_nodes, self.max_tokens = geometry, max_batch, max_nodes, max_tokens
         self.batch_invariant = batch_invariant
         self._plans: list[RequestPlan] = []
-        self._top_slot = -1
+        self._nodes, self._top_slot = 0, -1
+        self._cuda: CudaPlan | None = None
+        if device.type == "cuda":
+            if (geometry.kv_lora_rank, geometry.row_dim) != (KV_LORA_RANK, ROW_DIM):
+                raise ArgumentError("geometry", "kv_lora_rank 512 and qk_rope_head_dim 64 on CUDA", geometry)
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            self._cuda = CudaPlan(geometry.num_heads, max_batch, max_nodes, max_tokens, device, batch_invariant)
+            self.update([])
 
     def update(self, requests: Sequence[VerifyRequest]) -> None:
         """Take the requests of the next step. Raises ArgumentError, and keeps the earlier ones, if they do not fit."""
         if len(requests) > self.max_batch:
             raise ArgumentError("requests", f"at most {self.max_batch}", len(requests))
-        plans = plan_requests(requests, self.geometry.num_heads, ANY_POOL)
-        for i, plan in enumerate(plans):
-            if plan.nodes > self.max_nodes:
-                raise ArgumentError(f"requests[{i}].tree", f"at most {self.max_nodes} nodes", plan.nodes)
-        tokens = sum(len(plan.prefix) for plan in plans)
+        checked = check_requests(requests, ANY_POOL)
+        for i, request in enumerate(checked):
+            if request.nodes > self.max_nodes:
+                raise ArgumentError(f"requests[{i}].tree", f"at most {self.max_nodes} nodes", request.nodes)
+        tokens = sum(len(request.prefix) for request in checked)
         if tokens > self.max_tokens:
             raise ArgumentError("requests", f"at most {self.max_tokens} prefix tokens in all", tokens)
-        self._plans = plans
-        self._top_slot = max((int(s.max()) for p in plans for s in (p.prefix, p.tree) if len(s)), default=-1)
+        if self._cuda:
+            self._cuda.update(checked)
+        else:
+            self._plans = plan_reference(checked, self.geometry.num_heads)
+        self._nodes = sum(request.nodes for request in checked)
+        self._top_slot = max((int(s.max()) for r in checked for s in (r.prefix, r.tree) if len(s)), default=-1)
 
     def run(self, q: Tensor, kv_pool: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
         """Verify attention of one layer into out [N, heads, kv_lora_rank] in q's dtype and lse [N, heads] float32.
 
-        q [N, heads, row_dim] with N the nodes of all requests, one after another; kv_pool [slots, row_dim].
+        q [N, heads, row_dim] with N the nodes of all requests, one after another (on CUDA N may be larger); kv_pool
+        [slots, row_dim].
         """
-        geometry, nodes = self.geometry, sum(plan.nodes for plan in self._plans)
+        geometry, nodes = self.geometry, self._nodes
         check_tensors(q, kv_pool, geometry.row_dim)
         check_scale(softmax_scale)
+        if self._cuda:
+            check_kernel_takes(q)
+            nodes = max(nodes, len(q))
         for name, tensor, shape, dtype in (
             ("q", q, (nodes, geometry.num_heads, geometry.row_dim), q.dtype),
             ("out", out, (nodes, geometry.num_heads, geometry.kv_lora_rank), q.dtype),
@@ -76,4 +102,7 @@ class VerifyPlan:
                 raise ArgumentError(name, f"{dtype} {shape}", f"{tensor.dtype} {tuple(tensor.shape)}")
         if self._top_slot >= kv_pool.shape[0]:
             raise ArgumentError("kv_pool", f"more than {self._top_slot} slots", kv_pool.shape[0])
-        run_reference(q, kv_pool, self._plans, out, lse, softmax_scale)
+        if self._cuda:
+            self._cuda.run(q, kv_pool, out, lse, softmax_scale)
+        else:
+            run_reference(q, kv_pool, self._plans, out, lse, softmax_scale)

@@ -1,0 +1,63 @@
+// What the kernels read. Device pointers, shapes beside them; capi.cu fills them from the C ABI's structs.
+#pragma once
+#include <cstdint>
+
+namespace tpv {
+
+constexpr int kLatent = 512;              // kv_lora_rank: V is this much of a row
+constexpr int kRope = 64;                 // qk_rope_head_dim
+constexpr int kRow = kLatent + kRope;     // elements of a row of q or of the pool
+constexpr int kSharedLimit = 101376;      // bytes of shared memory a block may have on sm_120; kept on sm_90 too
+
+// The requests of a step, updated in place between launches.
+struct RequestTable {
+  const int32_t* slots;        // [sum of tokens]: a request's prefix slots, then its tree slots
+  const int32_t* slot_begin;   // [batch]: where a request's slots start
+  const int32_t* prefix_len;   // [batch]: committed tokens S
+  const int32_t* nodes;        // [batch]: tree nodes n; 0 for a padded request
+  const int32_t* node_begin;   // [batch]: first row of q, out and lse, in nodes
+  const int32_t* word_begin;   // [batch]: first of the request's ancestor words
+  const uint64_t* words;       // [sum of n * ceil(n/64)]: bit j of row i, node i sees node j
+};
+
+// One block's piece: a row tile of a request against tokens [begin, end). Written by the planner.
+struct WorkItem {
+  int32_t request;
+  int32_t row_tile;   // first row is row_tile * rows of a tile
+  int32_t begin, end; // tokens of the request, prefix first
+  int32_t partial;    // index of the partial result
+  int32_t pad[3];
+};
+
+// Rows whose partials are merged: `count` consecutive partials from `first`, one a split.
+struct MergeItem {
+  int32_t request, row_tile, first, count;
+};
+
+struct PlanHeader {
+  int32_t num_items, num_merges;
+  int32_t num_nodes;      // of all requests
+  int32_t split_length;   // tiles of 16 tokens in a split, at most
+};
+
+struct VerifyParams {
+  const void* q;          // [nodes, heads, 576]
+  const void* kv;         // [slots, 576]
+  void* out;              // [nodes, heads, 512]
+  float* lse;             // [nodes, heads], natural log
+  float* partial_out;     // [partials, tile rows, 512], normalised
+  float* partial_lse;     // [partials, tile rows], log2
+  const PlanHeader* header;
+  const WorkItem* items;
+  const MergeItem* merges;
+  RequestTable table;
+  int64_t q_stride_node, q_stride_head;      // elements
+  int64_t out_stride_node, out_stride_head;  // elements
+  int64_t lse_stride_node;                   // elements; heads are contiguous
+  float scale_log2;                          // softmax_scale * log2(e)
+  uint32_t kv_stride_bytes;                  // from slot to slot
+  int32_t heads;
+  int32_t out_nodes;                         // rows of out and lse, in nodes: those beyond the plan's are cleared
+};
+
+}  // namespace tpv

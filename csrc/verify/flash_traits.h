@@ -1,0 +1,48 @@
+// Shapes, roles and shared memory of the bf16 flash kernel. Values here change speed, never results.
+#pragma once
+#include <cstdint>
+
+#include "../params.h"
+
+namespace tpv {
+
+// A block holds GROUPS x 16 MT query rows (row = node * heads + head) against tiles of 16 tokens. A group has MT QK warps,
+// which compute nothing but scores, and four PV warps with 128 of the 512 output dims each.
+template <int GROUPS, int MT>
+struct FlashTraits {
+  static constexpr int kGroups = GROUPS, kMTiles = MT;
+  static constexpr int kGroupRows = 16 * MT, kRows = GROUPS * kGroupRows;
+  static constexpr int kTokens = 16;
+
+  static constexpr int kQkWarps = MT * GROUPS, kPvWarps = 4 * GROUPS;
+  static constexpr int kThreads = 32 * (kQkWarps + kPvWarps);
+  static constexpr int kCopyRows = kTokens / kPvWarps;   // rows of a tile that each PV warp fetches
+
+  static constexpr int kSteps = kRow / 16 / 2;           // k-steps of 16 dims in half a row
+  static constexpr int kSpilledSteps = GROUPS == 2 ? 3 : 0;  // of these, steps whose Q fragments live in shared memory
+  static constexpr int kHeldSteps = kSteps - kSpilledSteps;
+  static constexpr int kDims = kLatent / 4;              // of V, a PV warp
+
+  // 16 bytes more than a row: eight consecutive rows then start in different banks.
+  static constexpr int kPitch = kRow * 2 + 16;
+  static constexpr int kTileBytes = kTokens * kPitch;
+  static constexpr int kSlots = 4;
+
+  static constexpr int kSpillOffset = kSlots * kTileBytes;
+  static constexpr int kSpillBytes = kQkWarps * kSpilledSteps * 2 * 512;
+
+  // Each group has a region of its own, so that one base register reaches all of it.
+  static constexpr int kWarpScoreBytes = MT * 1024;               // [fragment][lane] float4: 16 MT rows x 16 tokens
+  static constexpr int kProbOffset = MT * kWarpScoreBytes;        // [buffer][m tile][lane] uint4
+  static constexpr int kProbBytes = MT * 512;
+  static constexpr int kSumOffset = kProbOffset + 2 * kProbBytes; // [m tile][8 tokens][row of it]
+  static constexpr int kGroupOffset = kSpillOffset + kSpillBytes;
+  static constexpr int kMaximumOffset = kSumOffset + MT * 128;    // [PV warp][m tile][row % 8][row / 8] float
+  static constexpr int kGroupBytes = kMaximumOffset + 4 * MT * 64;
+  static constexpr int kBarrierOffset = kGroupOffset + GROUPS * kGroupBytes;
+  static constexpr int kBarriers = 2 * kSlots + 2 * GROUPS;
+  static constexpr int kSharedBytes = kBarrierOffset + 8 * kBarriers;
+  static_assert(kSharedBytes <= kSharedLimit, "more shared memory than a block has on sm_120");
+};
+
+}  // namespace tpv

@@ -1,0 +1,225 @@
+"""The bf16 verify kernel against float64, and for bits. Not run without a GPU and the CUDA library."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tpverify.config import MlaGeometry
+from tpverify.errors import ArgumentError
+from tpverify.ops import cuda
+from tpverify.ops.attention import TreeMask, VerifyRequest, verify_attention
+from tpverify.ops.plan import VerifyPlan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(cuda.why_not() is not None, reason=f"NOT run: {cuda.why_not()}")]
+SCALE = 576**-0.5
+
+
+def random_mask(n, rng):
+    """Any node order in which parents come first: neither breadth-first nor a chain. sglang pull/39703, FastDeploy
+    pull/3514: masks cut short to a causal tile."""
+    bits = np.zeros((n, -(-n // 64) * 64), bool)
+    depths = np.zeros(n, np.int32)
+    for i in range(n):
+        if i:
+            parent = rng.randrange(max(0, i - rng.choice((1, 2, 8, n))), i)
+            bits[i], depths[i] = bits[parent], depths[parent] + 1
+        bits[i, i] = True
+    return TreeMask(np.packbits(bits, axis=1, bitorder="little").view(np.uint64), depths), bits[:, :n]
+
+
+class Case:
+    """Random slots; NaN in slot 0 and in every slot that no request has (vllm issues/57156)."""
+
+    def __init__(self, lengths, heads, seed=0):
+        rng, g = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+        tokens, self.nodes = sum(s + n for s, n in lengths), sum(n for _, n in lengths)
+        self.lengths, self.heads = lengths, heads
+        rows = torch.randn(tokens, 576, device="cuda", generator=g).bfloat16()
+        self.q = torch.randn(self.nodes, heads, 576, device="cuda", generator=g).bfloat16()
+        trees = [random_mask(n, rng) for _, n in lengths]
+        self.masks, self.bits = [t for t, _ in trees], [b for _, b in trees]
+        self.rows = rows
+        self.place(seed)
+
+    def place(self, seed):
+        order = torch.randperm(len(self.rows) + 50, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+        self.slots = order[: len(self.rows)] + 1
+        self.pool = torch.full((len(self.rows) + 51, 576), torch.nan, device="cuda", dtype=torch.bfloat16)
+        self.pool[self.slots] = self.rows
+        parts = iter(self.slots.split([x for length in self.lengths for x in length]))
+        self.requests = [VerifyRequest(next(parts), next(parts), mask) for mask in self.masks]
+
+    def __call__(self, q=None, **options):
+        q = self.q if q is None else q
+        return verify_attention(q, self.pool, self.requests, softmax_scale=SCALE, **options)
+
+    def check(self, out, lse, sample=24):
+        """Relative error against float64, at most twice that of rounding P and the output to bf16."""
+        assert out.isfinite().all() and lse.isfinite().all()
+        first = begin = 0
+        for (prefix, n), bits in zip(self.lengths, self.bits, strict=True):
+            kv = self.rows[begin : begin + prefix + n].double()
+            for node in sorted(random.Random(0).sample(range(n), min(n, sample))):
+                seen = torch.cat([torch.ones(prefix, dtype=torch.bool), torch.from_numpy(bits[node])]).cuda()
+                scores = (self.q[first + node].double() @ kv[seen].T) * SCALE
+                weights = scores.softmax(1)
+                exact = weights @ kv[seen, :512]
+                plain = (weights.bfloat16().double() @ kv[seen, :512]).bfloat16().double()
+                error, bar = (out[first + node].double() - exact).norm(), (plain - exact).norm()
+                assert error <= 2 * bar + 1e-9, (prefix, n, node, float(error / exact.norm()))
+                torch.testing.assert_close(lse[first + node].double(), scores.logsumexp(1), atol=2e-3, rtol=0)
+            first, begin = first + n, begin + prefix + n
+
+
+LENGTHS = [
+    [(s, n)] for s, n in itertools.product((0, 1, 15, 16, 17, 63, 64, 65, 4095, 4096, 4097), (1, 8, 65))
+] + [
+    [(0, 1), (4097, 33), (15, 129), (0, 1024), (1000, 1)],
+    [(0, 7)] * 9,
+    [(777, 257)],
+    [(64, 513), (63, 64)],
+    [(70000, 3)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_float64_and_repeats(lengths):
+    case = Case(lengths, 8)
+    out, lse = case()
+    case.check(out, lse)
+    assert all(torch.equal(out, again) and torch.equal(lse, b) for again, b in (case() for _ in range(3)))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 16, 64, 128])
+@pytest.mark.parametrize("lengths", [[(3000, 9)], [(100, 33), (0, 5), (4097, 1)]], ids=str)
+def test_heads(lengths, heads):
+    case = Case(lengths, heads, seed=heads)
+    out, lse = case()
+    case.check(out, lse)
+    for part in {1, max(1, heads // 8), -(-heads // 2)}:
+        split = [case(q) for q in case.q.split(part, dim=1)]
+        assert torch.equal(out, torch.cat([o for o, _ in split], 1)), part
+        assert torch.equal(lse, torch.cat([x for _, x in split], 1)), part
+
+
+@pytest.mark.parametrize("lengths", [[(5000, 40)], [(33, 7), (9000, 12), (0, 65)]], ids=str)
+def test_bits_over_tiles_slots_and_batches(lengths, monkeypatch):
+    case = Case(lengths, 8)
+    expected = case(batch_invariant=True)
+    case.check(*expected)
+    first = 0
+    for request, n in zip(case.requests, case.masks, strict=True):
+        rows = slice(first, first := first + len(n.depths))
+        alone = verify_attention(
+            case.q[rows], case.pool, [request], softmax_scale=SCALE, backend="cuda", batch_invariant=True
+        )
+        assert torch.equal(alone[0], expected[0][rows]) and torch.equal(alone[1], expected[1][rows])
+    for rows in cuda.TILE_ROWS:
+        monkeypatch.setattr(cuda, "choose_tile_rows", lambda *_, rows=rows: rows)
+        assert all(map(torch.equal, expected, case(batch_invariant=True)))
+    monkeypatch.undo()
+    usual = case()
+    case.place(seed=5)
+    assert all(map(torch.equal, usual, case()))
+
+
+def test_a_thousand_repeats():
+    """FlashMLA-ETAP pull/3: a missing barrier showed in 17 of 56 configurations."""
+    case = Case([(2000, 33), (17, 2)], 8)
+    plan = VerifyPlan(MlaGeometry(8), 2, 33, 4096, "cuda")
+    plan.update(case.requests)
+    expected, lse = case()
+    out, again = torch.empty_like(expected), torch.empty_like(lse)
+    differing = torch.zeros((), device="cuda", dtype=torch.int64)
+    for _ in range(1000):
+        plan.run(case.q, case.pool, out, again, SCALE)
+        differing += (out.view(torch.int16) != expected.view(torch.int16)).sum() + (again != lse).sum()
+    assert int(differing) == 0
+
+
+def test_what_no_one_sees_may_be_nan():
+    """A sibling is seen by itself only; the others' rows must not change (vllm issues/57156)."""
+    case = Case([(100, 20)], 4)
+    star = np.eye(20, 64, dtype=bool)
+    star[:, 0] = True
+    words = np.packbits(star, axis=1, bitorder="little").view(np.uint64)
+    (request,) = case.requests
+    case.requests = [VerifyRequest(request.prefix_slots, request.tree_slots, TreeMask(words, case.masks[0].depths))]
+    out, lse = case()
+    case.pool[request.tree_slots[7]] = torch.nan
+    spoiled, spoiled_lse = case()
+    others = [i for i in range(20) if i != 7]
+    assert torch.equal(out[others], spoiled[others]) and torch.equal(lse[others], spoiled_lse[others])
+    assert spoiled[7].isnan().all()
+
+
+def test_graph_replays_other_steps_and_clears_padding():
+    """Stale plans, unwritten padded rows: flashinfer pull/5176, issues/2883, vllm pull/38416. Outputs lie in poison."""
+    rows, heads = 200, 8
+    plan = VerifyPlan(MlaGeometry(heads), max_batch=4, max_nodes=129, max_tokens=30000, device="cuda")
+    q = torch.zeros(rows, heads, 576, device="cuda", dtype=torch.bfloat16)
+    pool = torch.full((40000, 576), torch.nan, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(rows + 2, heads, 512, device="cuda", dtype=torch.bfloat16)
+    lse = torch.empty(rows + 2, heads, device="cuda")
+    run = lambda: plan.run(q, pool, out[1:-1], lse[1:-1], SCALE)  # noqa: E731
+    plan.update(Case([(500, 30)], heads).requests)
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for lengths in ([(500, 30)], [(25000, 129), (0, 1)], [(3, 2)] * 4, [(1, 1)], [], [(25000, 50), (64, 64), (0, 86)]):
+        case = Case(lengths, heads, seed=len(lengths)) if lengths else None
+        nodes = case.nodes if case else 0
+        plan.update(case.requests if case else [])
+        if case:
+            q[:nodes], pool[: len(case.pool)] = case.q, case.pool
+        out.fill_(7), lse.fill_(7)
+        graph.replay()
+        assert (out[[0, -1]] == 7).all() and (lse[[0, -1]] == 7).all()
+        assert (out[1 + nodes : -1] == 0).all() and (lse[1 + nodes : -1] == -torch.inf).all()
+        if case:
+            case.check(out[1 : 1 + nodes], lse[1 : 1 + nodes])
+    with pytest.raises(ArgumentError, match="requests: expected at most 200 nodes, as captured"):
+        plan.update(Case([(0, 129), (0, 100)], heads).requests)
+
+
+def test_slots_beyond_32_bit_offsets():
+    """flashinfer pull/3136, tokenspeed pull/501, aiter issues/5765: slot x row wraps at 2^31 and 2^32."""
+    case = Case([(900, 5)], 2)
+    out, lse = case()
+    high = 7_600_000
+    pool = torch.empty(high, 576, device="cuda", dtype=torch.bfloat16)
+    pool[-len(case.pool) :] = case.pool
+    (request,) = case.requests
+    shift = high - len(case.pool)
+    moved = VerifyRequest(request.prefix_slots + shift, request.tree_slots + shift, request.tree)
+    again, again_lse = verify_attention(case.q, pool, [moved], softmax_scale=SCALE)
+    assert torch.equal(out, again) and torch.equal(lse, again_lse)
+
+
+def test_strided_inputs_and_large_scores():
+    """flashinfer issues/1341: wrong unless contiguous. Maxima that grow along the prefix make every row rescale."""
+    case = Case([(1500, 11)], 4)
+    case.rows *= torch.linspace(0.1, 6, len(case.rows), device="cuda").bfloat16()[:, None]
+    case.place(3)
+    wide = torch.zeros(11, 8, 584, device="cuda", dtype=torch.bfloat16)
+    wide[:, ::2, :576] = case.q
+    out, lse = case(wide[:, ::2, :576])
+    case.check(out, lse)
+    assert torch.equal(out, case()[0])
+
+
+def test_errors_leave_the_process_usable():
+    case = Case([(20, 3)], 2)
+    with pytest.raises(ArgumentError, match="^q: expected bfloat16 on CUDA"):
+        verify_attention(case.q.float(), case.pool.float(), case.requests, softmax_scale=SCALE)
+    with pytest.raises(ArgumentError, match="^q: expected at most 128 heads"):
+        verify_attention(case.q.repeat(1, 65, 1), case.pool, case.requests, softmax_scale=SCALE)
+    shifted = torch.zeros(3 * 2 * 576 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(3, 2, 576)
+    with pytest.raises(ArgumentError, match="^q: expected device memory aligned to 4 bytes"):
+        case(shifted)
+    case.check(*case())

@@ -1,0 +1,237 @@
+"""The CUDA kernels: ctypes mirrors of csrc/tpverify.h, and a step's tables on the device."""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tpverify import native
+from tpverify.errors import ArgumentError
+
+CUDA_LIBRARY = "libtpverify_cuda.so"
+MAX_HEADS = 128
+TILE_ROWS = (16, 32, 64)  # rows (node x heads + head) that a block of the kernel takes
+SPLIT_HEADS = 8  # splits are chosen for this many heads, whatever a rank has: tp 1 to 8 then agree bit for bit
+
+_i32, _i64, _u64, _f32, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float, ctypes.c_void_p
+
+
+class VerifySplit(ctypes.Structure):
+    _fields_ = [
+        ("heads", _i32), ("tile_rows", _i32), ("split_heads", _i32), ("split_tile_rows", _i32),
+        ("batch_invariant", _i32), ("reserved", _i32),
+    ]  # fmt: skip
+
+
+class VerifyWorkspaceParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("split", VerifySplit), ("max_batch", _i32), ("max_nodes", _i32), ("max_tokens", _i64),
+        ("bytes", _u64),
+    ]  # fmt: skip
+
+
+class VerifyRequests(ctypes.Structure):
+    _fields_ = [
+        ("slots", _ptr), ("slot_begin", _ptr), ("prefix_len", _ptr), ("nodes", _ptr), ("node_begin", _ptr),
+        ("word_begin", _ptr), ("words", _ptr), ("batch", _i32), ("reserved", _i32),
+    ]  # fmt: skip
+
+
+class VerifyPlanParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("split", VerifySplit), ("requests", VerifyRequests), ("workspace", _ptr),
+        ("workspace_bytes", _u64), ("stream", _ptr),
+    ]  # fmt: skip
+
+
+class VerifyRunParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("split", VerifySplit), ("requests", VerifyRequests), ("workspace", _ptr),
+        ("workspace_bytes", _u64), ("stream", _ptr), ("q", _ptr), ("kv", _ptr), ("out", _ptr), ("lse", _ptr),
+        ("q_stride_node", _i64), ("q_stride_head", _i64), ("kv_stride_slot", _i64), ("out_stride_node", _i64),
+        ("out_stride_head", _i64), ("lse_stride_node", _i64), ("out_nodes", _i32), ("softmax_scale", _f32),
+    ]  # fmt: skip
+
+
+FUNCTIONS: dict[str, type[ctypes.Structure]] = {
+    "tpv_verify_workspace_size": VerifyWorkspaceParams,
+    "tpv_verify_plan": VerifyPlanParams,
+    "tpv_verify_run": VerifyRunParams,
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """The library, loaded once, or why there is none. Raises RuntimeError for one of another ABI."""
+    path = native.find(CUDA_LIBRARY)
+    if path is None:
+        return native.build_info().get("cuda_reason") or f"no {CUDA_LIBRARY} in {', '.join(native.library_dirs())}"
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path} does not load: {error}"
+    found.tpv_abi_version.restype = _i32
+    found.tpv_last_error.restype = found.tpv_cuda_archs.restype = ctypes.c_char_p
+    version = found.tpv_abi_version()
+    if version != native.ABI_VERSION:
+        raise RuntimeError(f"{path} has ABI version {version}, this package needs {native.ABI_VERSION}: install again")
+    for name, params in FUNCTIONS.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = [ctypes.POINTER(params)], ctypes.c_int
+    return found
+
+
+def why_not() -> str | None:
+    """Why the kernels cannot run here; None if they can."""
+    found = library()
+    if isinstance(found, str):
+        return found
+    return None if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def call(function: str, params: ctypes.Structure) -> None:
+    """Raises what the status means: ArgumentError, MemoryError or RuntimeError."""
+    found = library()
+    assert not isinstance(found, str)
+    params.struct_size = ctypes.sizeof(params)
+    native.check(found, getattr(found, function)(ctypes.byref(params)))
+
+
+def choose_tile_rows(lengths: Sequence[tuple[int, int]], heads: int, multiprocessors: int) -> int:
+    """The fastest tile, by measurement, for requests of (prefix, nodes). Small tiles start and end sooner."""
+    tiles = sum(-(-nodes * heads // 64) * -(-(prefix + nodes) // 16) for prefix, nodes in lengths) / multiprocessors
+    rows = max((nodes * heads for _, nodes in lengths), default=0)
+    if rows <= 16 or tiles < 3:
+        return 16
+    return 32 if rows <= 32 or tiles < 12 else 64
+
+
+def _begins(sizes: np.ndarray) -> np.ndarray:
+    return np.cumsum(sizes) - sizes
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request: prefix [S] and tree [n] slots, ancestor words uint64 [n, ceil(n/64)], depths [n]."""
+
+    prefix: Tensor
+    tree: Tensor
+    words: np.ndarray
+    depths: np.ndarray
+
+    @property
+    def nodes(self) -> int:
+        return len(self.words)
+
+
+class CudaPlan:
+    """A step's requests in device buffers of fixed addresses, so that captured runs can be replayed for other steps.
+
+    Limits as of VerifyPlan. Everything is allocated here, in bytes of the order of 50 MB for 8 heads and 400 MB for 64.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        max_batch: int,
+        max_nodes: int,
+        max_tokens: int,
+        device: torch.device,
+        batch_invariant: bool,
+    ) -> None:
+        if not 1 <= heads <= MAX_HEADS:
+            raise ArgumentError("heads", f"1 to {MAX_HEADS} on CUDA", heads)
+        self.heads, self.max_batch, self.batch_invariant, self.device = heads, max_batch, batch_invariant, device
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._slots = torch.empty(max_tokens + max_batch * max_nodes, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(5, max_batch, dtype=torch.int32, device=device)
+        self._words = torch.empty(max_batch * max_nodes * -(-max_nodes // 64), dtype=torch.int64, device=device)
+        with torch.cuda.device(device):
+            size = max(self._workspace_bytes(a, b, max_nodes, max_tokens) for a in TILE_ROWS for b in TILE_ROWS)
+        self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        self._split = self._split_of(16, 16)
+        self._captured_nodes: int | None = None
+        self.nodes = 0
+
+    def _split_of(self, tile_rows: int, split_tile_rows: int) -> VerifySplit:
+        return VerifySplit(self.heads, tile_rows, SPLIT_HEADS, split_tile_rows, self.batch_invariant)
+
+    def _workspace_bytes(self, tile_rows: int, split_tile_rows: int, max_nodes: int, max_tokens: int) -> int:
+        split = self._split_of(tile_rows, split_tile_rows)
+        params = VerifyWorkspaceParams(
+            split=split, max_batch=self.max_batch, max_nodes=max_nodes, max_tokens=max_tokens
+        )
+        call("tpv_verify_workspace_size", params)
+        return params.bytes
+
+    def update(self, requests: Sequence[Request]) -> None:
+        """Upload the tables and plan, on the current stream. Raises ArgumentError, and changes nothing, for more nodes
+        than a captured run has rows for."""
+        total = sum(request.nodes for request in requests)
+        if self._captured_nodes is not None and total > self._captured_nodes:
+            raise ArgumentError("requests", f"at most {self._captured_nodes} nodes, as captured", total)
+        lengths = [(len(request.prefix), request.nodes) for request in requests]
+        rows = self._split.tile_rows  # of the captured kernel
+        if self._captured_nodes is None:
+            rows = choose_tile_rows(lengths, self.heads, self._multiprocessors)
+        self._split = self._split_of(rows, choose_tile_rows(lengths, SPLIT_HEADS, self._multiprocessors))
+        nodes = np.array([n for _, n in lengths], np.int64)
+        prefixes = np.array([s for s, _ in lengths], np.int64)
+        counts = np.zeros((5, self.max_batch), np.int32)
+        counts[:, : len(lengths)] = np.stack(
+            [_begins(prefixes + nodes), prefixes, nodes, _begins(nodes), _begins(nodes * -(-nodes // 64))]
+        )
+        with torch.cuda.device(self.device):
+            self._counts.copy_(torch.from_numpy(counts))
+            if requests:
+                slots = torch.cat([slots.to(torch.int32) for r in requests for slots in (r.prefix, r.tree)])
+                self._slots[: len(slots)].copy_(slots)
+                words = np.concatenate([np.ascontiguousarray(r.words).reshape(-1) for r in requests]).view(np.int64)
+                self._words[: len(words)].copy_(torch.from_numpy(words))
+            call("tpv_verify_plan", VerifyPlanParams(**self._common()))
+        self.nodes = total
+
+    def _common(self) -> dict[str, Any]:
+        rows = [row.data_ptr() for row in self._counts]
+        requests = VerifyRequests(self._slots.data_ptr(), *rows, self._words.data_ptr(), self.max_batch)
+        return {
+            "split": self._split,
+            "requests": requests,
+            "workspace": self._workspace.data_ptr(),
+            "workspace_bytes": self._workspace.numel(),
+            "stream": torch.cuda.current_stream().cuda_stream,
+        }
+
+    def run(self, q: Tensor, kv_pool: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
+        """Two launches on the current stream, nothing else. Rows of out and lse beyond the nodes get 0 and -inf."""
+        for name, tensor in (("q", q), ("kv_pool", kv_pool), ("out", out), ("lse", lse)):
+            if tensor.device != self.device or tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+                raise ArgumentError(
+                    name, f"a dense last axis on {self.device}", f"{tensor.stride()} on {tensor.device}"
+                )
+        if not len(out):
+            return
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                self._captured_nodes = min(len(out), self._captured_nodes or len(out))
+            params = VerifyRunParams(
+                **self._common(),
+                q=q.data_ptr(),
+                kv=kv_pool.data_ptr(),
+                out=out.data_ptr(),
+                lse=lse.data_ptr(),
+                q_stride_node=q.stride(0),
+                q_stride_head=q.stride(1),
+                kv_stride_slot=kv_pool.stride(0),
+                out_stride_node=out.stride(0),
+                out_stride_head=out.stride(1),
+                lse_stride_node=lse.stride(0),
+                out_nodes=len(out),
+                softmax_scale=softmax_scale,
+            )
+            call("tpv_verify_run", params)
