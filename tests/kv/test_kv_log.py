@@ -181,6 +181,8 @@ def test_entries_are_compact_on_the_wire():
         (lambda log: log.draft(0, -1), ArgumentError, "n"),
         (lambda log: log.draft(0, 1025), ArgumentError, "n"),
         (lambda log: log.append(7, 1), ArgumentError, "seq"),
+        (lambda log: log.append(False, 1), ArgumentError, "seq"),
+        (lambda log: log.close(True), ArgumentError, "seq"),
         (lambda log: log.draft("0", 1), ArgumentError, "seq"),
         (lambda log: log.commit(7, [0]), ArgumentError, "seq"),
         (lambda log: log.commit(1, [0]), ArgumentError, "seq"),

@@ -155,6 +155,16 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path, change: str) -> 
     assert error.value.argument == name
 
 
+@pytest.mark.parametrize("wrong", ["dtype", "NaN"])
+def test_weights_that_cannot_be_computed_with_are_named(tmp_path: Path, wrong: str) -> None:
+    tensors = weights(SMALL)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].int() if wrong == "dtype" else torch.full_like(tensors[name], torch.nan)
+    save_checkpoint(tmp_path, SMALL, tensors)
+    with pytest.raises(ArgumentError, match=f"^{name}: expected (float32|finite)"):
+        load_checkpoint(tmp_path)
+
+
 def shard(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     names = sorted(tensors)
     parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}

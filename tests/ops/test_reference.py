@@ -208,6 +208,14 @@ def test_strided_inputs():
     assert torch.equal(strided[0], out) and torch.equal(strided[1], lse)
 
 
+def test_inputs_that_require_grad():
+    case = Case(9, 70, 9)
+    out, _ = case.run()
+    case.q.requires_grad_(), case.pool.requires_grad_()
+    again, _ = case.run()
+    assert torch.equal(again, out) and not again.requires_grad
+
+
 def test_slots_beyond_32_bit_offsets():
     """flashinfer pull/3136, vllm pull/47671, SGLang #9344: slot x 576 past 2^31 elements wraps in 32 bits."""
     high = 2**31 // 576 + 1000

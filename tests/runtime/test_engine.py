@@ -196,6 +196,8 @@ BAD = {
     "token outside the vocabulary": ({"prompt": [1, 256]}, "prompt: expected token ids from 0 to 255, got 256"),
     "one bad prompt of two": ({"prompt": ["a", ""]}, r"prompt\[1\]: expected at least one token"),
     "prompt too long": ({"prompt": b"a" * 9000}, "prompt: expected at most"),
+    "lone surrogate": ({"prompt": "a\ud800"}, "prompt: expected text that UTF-8 can encode"),
+    "more new tokens than positions": ({"max_new_tokens": 10**9}, "max_new_tokens: expected at most 8176 with this"),
     "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens: expected an int from 1"),
     "unknown strategy": ({"strategy": "medusa"}, "strategy: expected one of ddtree, chain, autoregressive"),
     "negative budget": ({"budget": -1}, "budget: expected an int from 0 to 1023, got -1"),
@@ -222,8 +224,9 @@ def test_bad_input_names_the_argument_and_runs_nothing(engine, case):
 def test_engine_arguments(group):
     with pytest.raises(ArgumentError, match="^tp: expected a divisor of the model's 8 heads, got 3"):
         Engine("tiny", tp=3, group=group)
-    with pytest.raises(ArgumentError, match="^model: "):
-        Engine("no-such-model", group=group)
+    for model in ("no-such-model", "a" * 300):
+        with pytest.raises(ArgumentError, match="^model: "):
+            Engine(model, group=group)
     with pytest.raises(ArgumentError, match="^prefill_chunk: "):
         Engine("tiny", prefill_chunk=0, group=group)
 

@@ -233,6 +233,34 @@ def test_full_pool_changes_nothing(ranks: RankGroup) -> None:
         assert len(set(runtime.digests().values())) == 1
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_trees_that_fit_together_fit_in_any_order(ranks: RankGroup, order: tuple[int, int]) -> None:
+    """A growing tree may take what a shrinking one of the same step gives back."""
+    rng = np.random.default_rng(11)
+    with VerifyRuntime(replace(CFG, num_slots=21), group=ranks) as runtime:
+        one, two = runtime.open(), runtime.open()
+        runtime.verify({one: random_draft(rng, 5), two: random_draft(rng, 15)}, softmax_scale=SCALE)
+        drafts = {one: random_draft(rng, 15), two: random_draft(rng, 5)}
+        runtime.verify({seq: drafts[seq] for seq in ((one, two)[i] for i in order)}, softmax_scale=SCALE)
+        assert runtime.stats()["free"] == 0
+
+
+def test_a_refused_verify_leaves_every_tree_as_it_was(ranks: RankGroup) -> None:
+    rng = np.random.default_rng(12)
+    with VerifyRuntime(replace(CFG, num_slots=21), group=ranks) as runtime:
+        one, two, three = (runtime.open() for _ in range(3))
+        tree = DraftTree.from_parents([1, 2, 3], [-1, 0, 0])
+        verified = Draft(tree, normal(rng, 3, HEADS, ROW), normal(rng, 3, ROW))
+        runtime.verify({one: verified, two: random_draft(rng, 4), three: random_draft(rng, 13)}, softmax_scale=SCALE)
+        before = runtime.stats()
+        with pytest.raises(PoolFull):
+            sizes = {one: 2, two: 9, three: 10}
+            runtime.verify({seq: random_draft(rng, n) for seq, n in sizes.items()}, softmax_scale=SCALE)
+        assert runtime.stats() == before
+        runtime.commit(one, Accept(np.array([0, 2], np.int32), 0))  # a path of the tree that was verified
+        assert runtime.length(one) == 2
+
+
 @pytest.fixture(scope="module")
 def small(ranks: RankGroup) -> Any:
     """A runtime with sequence 0 (7 positions, a tree of three nodes, uncommitted) and sequence 1 (empty, no tree)."""

@@ -185,6 +185,12 @@ def test_exact_says_whether_an_unseen_rank_could_be_in_the_tree(case, budget, wh
     assert tv.build_ddtree_topk(logprobs, ids, root_token=0, budget=budget).exact == expected
 
 
+def test_the_largest_id_does_not_overflow_the_vocabulary_taken_from_it(backend):
+    top = 2**63 - 1
+    tree = tv.build_ddtree_topk([[-0.1], [-0.2]], [[top], [top]], root_token=0, budget=4)
+    assert tree.tokens.tolist() == [0, top, top] and not tree.exact
+
+
 def test_exact_trees_from_few_candidates_are_the_full_trees():
     rng = np.random.default_rng(1)
     counts = {True: 0, False: 0}

@@ -56,7 +56,7 @@ class SequenceTables:
 
     def __getitem__(self, seq: int) -> Sequence:
         """The open sequence `seq`; ArgumentError if there is none."""
-        sequence = self._sequences.get(seq) if isinstance(seq, int) else None
+        sequence = self._sequences.get(seq) if type(seq) is int else None
         if sequence is None:
             raise ArgumentError("seq", "an open sequence", repr(seq))
         return sequence

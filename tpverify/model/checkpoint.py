@@ -7,6 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -111,7 +112,11 @@ def _refuse_what_is_not_computed(raw: dict[str, Any], rope: dict[str, Any], conf
 def resolve(name: str | Path) -> Path:
     """The directory of a packaged model ("tiny") or of a path that holds a config.json. ArgumentError otherwise."""
     path = PACKAGED.get(str(name), Path(name))
-    if not (path / "config.json").is_file():
+    try:
+        found = (path / "config.json").is_file()
+    except OSError:  # a name that no file can have
+        found = False
+    if not found:
         raise ArgumentError("model", f"one of {sorted(PACKAGED)} or a directory with a config.json", str(name))
     return path
 
@@ -142,6 +147,10 @@ def load_checkpoint(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             raise ArgumentError(name, "a tensor in the checkpoint", "none")
         if tuple(tensors[name].shape) != shape:
             raise ArgumentError(name, f"shape {shape}", tuple(tensors[name].shape))
+        if tensors[name].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ArgumentError(name, "float32, bfloat16 or float16", tensors[name].dtype)
+        if not tensors[name].isfinite().all():
+            raise ArgumentError(name, "finite weights", "NaN or infinity")
     return config, tensors
 
 

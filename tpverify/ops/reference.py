@@ -92,6 +92,7 @@ def _groups(visible: np.ndarray, limit: int) -> Iterator[tuple[np.ndarray, np.nd
     yield np.arange(first, len(visible)), np.flatnonzero(union)
 
 
+@torch.no_grad()
 def verify(q: Tensor, kv_pool: Tensor, plan: RequestPlan, rank: int, scale: float) -> tuple[Tensor, Tensor]:
     """q [n, heads, row_dim]; kv_pool [slots, row_dim]. Returns float32 out [n, heads, rank] and natural-log lse
     [n, heads]."""

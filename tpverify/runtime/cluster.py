@@ -69,7 +69,7 @@ def _connect() -> None:
                     object_store_memory=OBJECT_STORE_BYTES,
                     _node_ip_address="127.0.0.1",
                 )
-        except (OSError, RuntimeError) as failure:
+        except (OSError, RuntimeError, ValueError) as failure:
             raise ClusterError(f"cannot reach Ray at {address or 'a new local cluster'}: {failure}") from failure
         _connection.push(undo.pop_all())
 

@@ -144,6 +144,8 @@ class DecoderWorker:
 def _choose(logits: Tensor, request: DecodeRequest, position: int) -> int:
     """The target's token at `position`: argmax (the lowest id of equals) or the draw that belongs to that position."""
     row = logits.numpy()
+    if not np.isfinite(row.max()):
+        raise ValueError(f"logits: expected finite numbers, got a maximum of {row.max()} at position {position}")
     if request.temperature == 0.0:
         return int(row.argmax())
     return sample_token(softmax(row, request.temperature), uniform(request.seed, position))

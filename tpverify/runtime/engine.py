@@ -114,7 +114,10 @@ class Engine:
             raise ArgumentError("strategy", "'autoregressive': this checkpoint has no drafter", repr(options.strategy))
         vocab_size = self.config.vocab_size
         stops = options.stops(vocab_size)
-        longest = self.config.max_position_embeddings - options.max_new_tokens - self._depth
+        positions = self.config.max_position_embeddings - self._depth
+        longest = positions - options.max_new_tokens
+        if longest < 1:
+            raise ArgumentError("max_new_tokens", f"at most {positions - 1} with this model", options.max_new_tokens)
         generations = []
         for name, prompt in prompts.items():
             tokens = encode(name, prompt, vocab_size)

@@ -64,7 +64,10 @@ class GenerationOptions:
 def encode(name: str, text: Any, vocab_size: int) -> list[int]:
     """Token ids of a str (as UTF-8) or bytes for a byte-level model, or of a list of token ids for any."""
     if isinstance(text, str):
-        text = text.encode()
+        try:
+            text = text.encode()
+        except UnicodeEncodeError as error:
+            raise ArgumentError(name, "text that UTF-8 can encode", repr(text[error.start : error.end])) from None
     if isinstance(text, bytes) and vocab_size != BYTES:
         raise ArgumentError(
             name, f"token ids: this model of {vocab_size} tokens has no byte vocabulary", type(text).__name__

@@ -108,11 +108,10 @@ class VerifyRuntime:
             got = len(drafts) if isinstance(drafts, Mapping) else type(drafts).__name__
             raise ArgumentError("drafts", f"a mapping of 1 to max_batch={self.cfg.max_batch} sequences", got)
         checked = {seq: self._check(seq, draft) for seq, draft in drafts.items()}
-        self._require_room({seq: len(draft.tree) for seq, draft in drafts.items()})
+        self._reserve({seq: len(draft.tree) for seq, draft in drafts.items()})
 
         requests = []
         for seq, draft in drafts.items():
-            self._log.draft(seq, len(draft.tree))
             self._trees[seq] = draft.tree
             words, depths = draft.tree.ancestor_words().astype("<u8"), draft.tree.depths.astype("<i4")
             requests.append(TreeRequest(seq, len(draft.tree), words.tobytes(), depths.tobytes()))
@@ -213,11 +212,15 @@ class VerifyRuntime:
             raise ArgumentError(name, f"[{text}]" + " or without layers" * (expected[0] == 1), tuple(value.shape))
         return tensor.detach(), had_layers
 
-    def _require_room(self, nodes: dict[int, int]) -> None:
-        """All trees fit or none is drafted; the slots of uncommitted trees that they replace count as free."""
-        free = self._log.stats()["free"] + sum(len(self._log.tree_slots(seq)) for seq in nodes)
-        if sum(nodes.values()) > free:
+    def _reserve(self, nodes: dict[int, int]) -> None:
+        """Slots for all trees or for none; those of uncommitted trees that they replace count as free."""
+        growth = {seq: count - len(self._log.tree_slots(seq)) for seq, count in nodes.items()}
+        free = self._log.stats()["free"]
+        if sum(growth.values()) > free:
+            free += sum(nodes.values()) - sum(growth.values())
             raise PoolFull(f"{sum(nodes.values())} slots needed for {len(nodes)} trees, {free} are free")
+        for seq in sorted(nodes, key=growth.__getitem__):  # what shrinks makes room for what grows
+            self._log.draft(seq, nodes[seq])
 
     @staticmethod
     def _split(checked: dict[int, tuple[Tensor, Tensor, bool]], out: Tensor, lse: Tensor) -> dict[int, Verified]:
