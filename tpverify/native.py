@@ -144,8 +144,8 @@ def check(library: ctypes.CDLL, status: int) -> None:
 def keep_freed_memory() -> None:
     """Tell glibc to hand freed memory back to this process, not to the system. No effect elsewhere.
 
-    By default every tensor above some size is mapped afresh, zeroed page by page and unmapped again: a quarter of a decode
-    step's time on ranks that share cores. Call it before other threads allocate.
+    By default every tensor above some size is mapped afresh, zeroed page by page and unmapped again: a quarter of a
+    decode step's time on ranks that share cores. Call it before other threads allocate.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
