@@ -60,12 +60,6 @@ __device__ __forceinline__ float load_shared_float(uint32_t address) {
   return value;
 }
 
-__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
-  return value;
-}
-
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
@@ -80,10 +74,6 @@ __device__ __forceinline__ void store_shared(uint32_t address, float a, float b)
 
 __device__ __forceinline__ void store_shared(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
