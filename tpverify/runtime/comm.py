@@ -69,7 +69,8 @@ class SocketComm:
             return x
         out = x.new_empty(sum(rows), *x.shape[1:])
         if self.rank != 0:
-            self._peers[0].sendall(frame_of(x))
+            if len(x):  # rank 0 waits for nothing else, and may be through, and gone, before a rank without rows
+                self._peers[0].sendall(frame_of(x))
             _receive(self._peers[0], frame_of(out))
             return out
         own, *others = out.split(list(rows))
