@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import ArgumentError
+from tpverify.errors import ArgumentError
 
 ABI_VERSION = 1
 HOST_LIBRARY = "libtpverify_host.so"

@@ -1,10 +1,10 @@
 """Draft trees: the structure, the DDTree builder, the acceptance walks, the random draws and the automatic budget."""
 
-from .accept import Accept, accept_greedy, accept_sampled, accept_walk
-from .budget import AutoBudget
-from .ddtree import build_ddtree, build_ddtree_topk
-from .draft_tree import DraftTree
-from .draws import sample_token, softmax, uniform
+from tpverify.tree.accept import Accept, accept_greedy, accept_sampled, accept_walk
+from tpverify.tree.budget import AutoBudget
+from tpverify.tree.ddtree import build_ddtree, build_ddtree_topk
+from tpverify.tree.draft_tree import DraftTree
+from tpverify.tree.draws import sample_token, softmax, uniform
 
 __all__ = [
     "Accept",

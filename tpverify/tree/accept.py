@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import native
-from ..errors import ArgumentError
-from .arrays import float_array, int_array
-from .draft_tree import DraftTree
-from .draws import sample_token
+from tpverify import native
+from tpverify.errors import ArgumentError
+from tpverify.tree.arrays import float_array, int_array
+from tpverify.tree.draft_tree import DraftTree
+from tpverify.tree.draws import sample_token
 
 SUM_TOLERANCE = 1e-3
 MIN_THRESHOLD_ACC = 1e-9

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
+from tpverify.errors import ArgumentError
 
 INT64_MAX = 2**63 - 1
 

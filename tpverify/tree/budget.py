@@ -6,8 +6,8 @@ The budget decides speed only; the emitted tokens are the same for every budget.
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from ..errors import ArgumentError
-from .draft_tree import MAX_NODES
+from tpverify.config import MAX_NODES
+from tpverify.errors import ArgumentError
 
 DEFAULT_CANDIDATES = (8, 16, 32, 64, 128, 256)
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import native
-from ..errors import ArgumentError
-from .arrays import INT64_MAX, float_array, index, int_array
-from .draft_tree import MAX_NODES, DraftTree, assemble
+from tpverify import native
+from tpverify.config import MAX_DEPTH, MAX_NODES
+from tpverify.errors import ArgumentError
+from tpverify.tree.arrays import INT64_MAX, float_array, index, int_array
+from tpverify.tree.draft_tree import DraftTree, assemble
 
-MAX_DEPTH = 64
 LOGPROB_SLACK = np.float32(1e-3)  # a log-probability this little above 0 is rounding
 
 

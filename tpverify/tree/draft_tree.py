@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
-from .arrays import INT64_MAX, index, int_array
-
-MAX_NODES = 1024
+from tpverify.config import MAX_NODES
+from tpverify.errors import ArgumentError
+from tpverify.tree.arrays import INT64_MAX, index, int_array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

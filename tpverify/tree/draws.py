@@ -8,8 +8,8 @@ import math
 
 import numpy as np
 
-from ..errors import ArgumentError
-from .arrays import float_array, index
+from tpverify.errors import ArgumentError
+from tpverify.tree.arrays import float_array, index
 
 UINT32 = 0xFFFFFFFF
 
