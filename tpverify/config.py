@@ -1,8 +1,13 @@
 """The nouns that every other module shares: what an MLA layer looks like and how a runtime is laid out."""
 
+import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import TypeVar
 
-from tpverify.errors import ArgumentError
+from tpverify.errors import ArgumentError, describe
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -10,10 +15,53 @@ MAX_NODES = 1024  # root included: the widest tree one verify step takes
 MAX_DEPTH = 64  # drafted nodes below the root
 
 
-def check_range(argument: str, value: object, low: int, high: int) -> None:
-    """Raise ArgumentError unless `value` is an int (not a bool) with low <= value <= high."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ArgumentError(argument, f"an int from {low} to {high}", repr(value))
+T = TypeVar("T")
+
+
+def check_int(argument: str, value: object, low: int, high: int) -> int:
+    """`value`, of any integer type (numpy's too, but no bool), as an int in [low, high]. Raises ArgumentError."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = low - 1
+    if isinstance(value, bool) or not low <= number <= high:
+        raise ArgumentError(argument, f"an int from {low} to {high}", describe(value))
+    return number
+
+
+def check_number(argument: str, value: object, expected: str, low: float, high: float) -> float:
+    """`value`, of any real type but bool, as a float in [low, high]. Raises ArgumentError saying `expected`."""
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an int beyond any float
+        number = math.nan
+    if not low <= number <= high:
+        raise ArgumentError(argument, expected, describe(value))
+    return number
+
+
+def check_choice(argument: str, value: object, choices: Sequence[str]) -> str:
+    """`value` if it is one of `choices`. Raises ArgumentError."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(argument, f"one of {', '.join(choices)}", describe(value))
+    return value
+
+
+def check_type(argument: str, value: object, kind: type[T], expected: str) -> T:
+    """`value` if it is a `kind`. Raises ArgumentError saying `expected`."""
+    if not isinstance(value, kind):
+        raise ArgumentError(argument, expected, describe(value))
+    return value
+
+
+def check_deadline(value: object) -> float:
+    return check_number("deadline_s", value, "seconds above 0", math.ulp(0.0), 1e6)
+
+
+def set_ints(instance: object, prefix: str, limits: Sequence[tuple[str, int, int]]) -> None:
+    """Check the fields (name, low, high) of a frozen dataclass, and keep them as plain ints."""
+    for name, low, high in limits:
+        object.__setattr__(instance, name, check_int(prefix + name, getattr(instance, name), low, high))
 
 
 @dataclass(frozen=True)
@@ -26,9 +74,8 @@ class MlaGeometry:
     qk_rope_head_dim: int = 64
 
     def __post_init__(self) -> None:
-        check_range("geometry.num_heads", self.num_heads, 1, 1024)
-        check_range("geometry.kv_lora_rank", self.kv_lora_rank, 1, 4096)
-        check_range("geometry.qk_rope_head_dim", self.qk_rope_head_dim, 0, 4096)
+        limits = (("num_heads", 1, 1024), ("kv_lora_rank", 1, 4096), ("qk_rope_head_dim", 0, 4096))
+        set_ints(self, "geometry.", limits)
 
     @property
     def row_dim(self) -> int:
@@ -56,16 +103,12 @@ class RuntimeConfig:
     oversubscribe: bool = False
 
     def __post_init__(self) -> None:
-        check_range("tp", self.tp, 1, 1024)
+        check_type("geometry", self.geometry, MlaGeometry, "an MlaGeometry")
+        set_ints(self, "", (("tp", 1, 1024), ("num_layers", 1, 1024), ("num_slots", 2, 2**31 - 1)))
+        set_ints(self, "", (("max_batch", 1, 4096), ("max_nodes", 1, MAX_NODES)))
         if self.geometry.num_heads % self.tp:
             raise ArgumentError("tp", f"a divisor of the {self.geometry.num_heads} heads", self.tp)
-        if self.device not in DEVICES:
-            raise ArgumentError("device", f"one of {', '.join(DEVICES)}", repr(self.device))
-        if self.dtype not in DTYPES:
-            raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype))
-        check_range("num_layers", self.num_layers, 1, 1024)
-        check_range("num_slots", self.num_slots, 2, 2**31 - 1)
-        check_range("max_batch", self.max_batch, 1, 4096)
-        check_range("max_nodes", self.max_nodes, 1, MAX_NODES)
-        if not 0 < self.deadline_s < 1e6:
-            raise ArgumentError("deadline_s", "seconds above 0", self.deadline_s)
+        check_choice("device", self.device, DEVICES)
+        check_choice("dtype", self.dtype, DTYPES)
+        object.__setattr__(self, "deadline_s", check_deadline(self.deadline_s))
+        check_type("oversubscribe", self.oversubscribe, bool, "a bool")

@@ -9,6 +9,15 @@ class ArgumentError(ValueError):
         self.argument = argument
 
 
+def describe(value: object) -> str:
+    """`value` for an error text: short, and never an error of its own."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an int of more digits than Python prints, a class with a broken __repr__
+        return type(value).__name__
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 class PoolFull(RuntimeError):
     """The KV pool cannot hold the request. Nothing was allocated; the message says how many slots would be needed."""
 

@@ -237,6 +237,14 @@ UNIFORM = np.full((3, 4), 0.25)
 def test_greedy_refuses(targets):
     with pytest.raises(ArgumentError, match="target_tokens"):
         tv.accept_greedy(TREE, targets)
+    with pytest.raises(ArgumentError, match="^tree: expected a DraftTree, got None"):
+        tv.accept_greedy(None, [1])
+
+
+def test_numpy_numbers_are_numbers():
+    plain = tv.accept_sampled(TREE, UNIFORM, [0.3] * 3, 0.5, 1.0, 0.5)
+    numpy = tv.accept_sampled(TREE, UNIFORM, [0.3] * 3, np.float32(0.5), np.int64(1), np.float16(0.5))
+    assert (plain.path.tolist(), plain.bonus) == (numpy.path.tolist(), numpy.bonus)
 
 
 @pytest.mark.parametrize(
@@ -259,12 +267,23 @@ def test_greedy_refuses(targets):
         pytest.param({"threshold_single": 1.1}, "threshold_single", id="threshold above 1"),
         pytest.param({"threshold_acc": -0.1}, "threshold_acc", id="threshold below 0"),
         pytest.param({"threshold_acc": math.nan}, "threshold_acc", id="NaN threshold"),
+        pytest.param({"threshold_acc": None}, "threshold_acc", id="no threshold"),
+        pytest.param({"threshold_single": "1"}, "threshold_single", id="threshold as text"),
+        pytest.param({"threshold_single": True}, "threshold_single", id="boolean threshold"),
+        pytest.param({"final_coin": None}, "final_coin", id="no final coin"),
+        pytest.param({"final_coin": "0.5"}, "final_coin", id="final coin as text"),
+        pytest.param({"tree": None}, "tree", id="no tree"),
+        pytest.param(
+            {"tree": tv.DraftTree.chain([1]), "target_probs": np.ones((1, 0)), "coins": [0.5]},
+            "target_probs",
+            id="no vocabulary",
+        ),
     ],
 )
 def test_sampled_refuses(changes, argument):
-    arguments = {"target_probs": UNIFORM, "coins": [0.5] * 3, "final_coin": 0.5} | changes
+    arguments = {"tree": TREE, "target_probs": UNIFORM, "coins": [0.5] * 3, "final_coin": 0.5} | changes
     with pytest.raises(ArgumentError) as error:
-        tv.accept_sampled(TREE, **arguments)
+        tv.accept_sampled(**arguments)
     assert error.value.argument == argument
 
 

@@ -229,6 +229,15 @@ def test_impossible_tokens_are_never_nodes():
     assert tree.tokens.tolist() == [5, 3] and tree.exact
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("far", [3e38, 3.4e38, float(np.finfo(np.float32).max)])
+def test_logits_far_apart_keep_every_token(far):
+    """Their difference, the log-probability, is below float32's range; the token is improbable, not impossible."""
+    logits = np.array([[far, -far, -np.inf, 0.0, -far / 2]], np.float32)
+    tree = tv.build_ddtree(logits, root_token=9, budget=8)
+    assert tree.tokens.tolist() == [9, 0, 3, 4, 1] and tree.exact
+
+
 def test_rounding_above_zero_counts_as_zero():
     """A log-probability from log(softmax) in float32 can be 1e-7 above 0; it must not outrank its ancestors."""
     above, at = ([[1e-7, -9.0], [1e-4, -9.0]], [[0.0, -9.0], [0.0, -9.0]])
@@ -264,6 +273,8 @@ NAN, INF = math.nan, math.inf
         pytest.param({"budget": -1}, "budget", id="budget -1"),
         pytest.param({"budget": 1024}, "budget", id="budget 1024"),
         pytest.param({"budget": 2.0}, "budget", id="float budget"),
+        pytest.param({"budget": True}, "budget", id="boolean budget"),
+        pytest.param({"root_token": np.False_}, "root_token", id="boolean root"),
         pytest.param({"root_token": -1}, "root_token", id="negative root"),
         pytest.param({"root_token": None}, "root_token", id="no root"),
         pytest.param({"logits": np.zeros((65, 3), np.float32)}, "logits", id="depth 65"),
@@ -306,6 +317,8 @@ TOPK_REFUSALS = [
     pytest.param({"budget": -1}, "budget", None, id="budget -1"),
     pytest.param({"budget": 1024}, "budget", None, id="budget 1024"),
     pytest.param({"root_token": 2**63}, "root_token", None, id="root beyond int64"),
+    pytest.param({"root_token": False}, "root_token", None, id="boolean root"),
+    pytest.param({"budget": True}, "budget", None, id="boolean budget"),
     pytest.param({"vocab_size": 0}, "vocab_size", None, id="empty vocabulary"),
 ]
 

@@ -1,9 +1,12 @@
 """DraftTree: the literal structures of public tests, and malformed trees."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
-from tree_oracles import check_structure
+from tree_oracles import check_structure, tree_fields
 
 import tpverify.tree as tv
 from tpverify.errors import ArgumentError
@@ -82,6 +85,21 @@ def test_a_tree_keeps_no_reference_to_its_inputs():
         tree.tokens[0] = 1
     with pytest.raises(AttributeError):
         tree.tokens = tokens
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda tree: pickle.loads(pickle.dumps(tree))])
+def test_a_copy_is_equal_and_read_only_too(copied):
+    logprobs = np.array([[-0.1, -0.2], [-0.1, -0.9]], np.float32)
+    ids = np.array([[4, 2], [1, 9]])
+    for tree in (
+        tv.DraftTree.from_parents(np.arange(70), [-1, *(i // 2 for i in range(69))]),
+        tv.build_ddtree_topk(logprobs, ids, root_token=3, budget=9, vocab_size=50),
+    ):
+        twin = copied(tree)
+        assert tree_fields(twin) == tree_fields(tree)
+        for name in ("tokens", "parents", "depths", "first_child", "next_sibling"):
+            assert not getattr(twin, name).flags.writeable
+        assert not twin.ancestor_words().flags.writeable
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tpverify.config import MAX_NODES, check_range
+from tpverify.config import MAX_NODES, check_int
 from tpverify.errors import ArgumentError, PoolFull
 from tpverify.kv.slots import FreeSlots, Slots
 from tpverify.kv.table import SequenceTables
@@ -92,10 +92,9 @@ class KvLog:
     """
 
     def __init__(self, num_slots: int, max_sequences: int = 4096) -> None:
-        check_range("max_sequences", max_sequences, 1, 2**31 - 1)
         self._tables = SequenceTables(num_slots)
         self._free = FreeSlots(num_slots)
-        self._max_sequences = max_sequences
+        self._max_sequences = check_int("max_sequences", max_sequences, 1, 2**31 - 1)
         self._next_seq = 0
         self._recorded = 0
         self._pending: list[Entry] = []
@@ -108,14 +107,14 @@ class KvLog:
 
     def append(self, seq: int, n: int) -> Slots:
         """Slots, int32 [n], of n further committed positions. An uncommitted tree is dropped: its root moved."""
-        check_range("n", n, 1, 2**31 - 1)
+        n = check_int("n", n, 1, 2**31 - 1)
         self._make_room(seq, n)
         self._record(Append(seq, _wire(self._free.take_run(n))))
         return self.prefix_slots(seq)[-n:]
 
     def draft(self, seq: int, n: int) -> Slots:
         """Scratch slots, int32 [n], of a tree of n <= 1024 nodes, root included. An uncommitted tree is dropped."""
-        check_range("n", n, 1, MAX_NODES)
+        n = check_int("n", n, 1, MAX_NODES)
         self._make_room(seq, n)
         self._record(Draft(seq, _wire(self._free.take_recent(n))))
         return self.tree_slots(seq)

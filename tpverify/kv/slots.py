@@ -7,7 +7,7 @@ instead of `.all()`, each about a third.
 import numpy as np
 import numpy.typing as npt
 
-from tpverify.config import check_range
+from tpverify.config import check_int
 from tpverify.errors import ArgumentError
 
 Slots = npt.NDArray[np.int32]
@@ -24,7 +24,7 @@ class SlotStates:
     """
 
     def __init__(self, num_slots: int) -> None:
-        check_range("num_slots", num_slots, 2, 2**31 - 1)
+        check_int("num_slots", num_slots, 2, 2**31 - 1)
         self.states = np.zeros(num_slots, np.uint8)
         self.states[0] = SINK
         self.readers = np.zeros(num_slots, np.int32)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpverify.config import MAX_NODES, MlaGeometry, check_range
+from tpverify.config import MAX_NODES, MlaGeometry, check_int
 from tpverify.errors import ArgumentError
 from tpverify.ops.attention import (
     KV_LORA_RANK,
@@ -46,9 +46,9 @@ class VerifyPlan:
         device: str | torch.device,
         batch_invariant: bool = False,
     ) -> None:
-        check_range("max_batch", max_batch, 1, 4096)
-        check_range("max_nodes", max_nodes, 1, MAX_NODES)
-        check_range("max_tokens", max_tokens, 0, 2**31 - 1)
+        check_int("max_batch", max_batch, 1, 4096)
+        check_int("max_nodes", max_nodes, 1, MAX_NODES)
+        check_int("max_tokens", max_tokens, 0, 2**31 - 1)
         device = torch.device(device)
         require_backend("auto", device)
         self.geometry, self.max_batch, self.max_nodes, self.max_tokens = geometry, max_batch, max_nodes, max_tokens

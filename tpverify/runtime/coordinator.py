@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from tpverify.config import check_range
+from tpverify.config import check_int
 from tpverify.kv.log import KvLog
 from tpverify.runtime.messages import Configure, Frame, Ping, Step, Work
 from tpverify.runtime.ranks import START_DEADLINE_S, Answer, RankGroup
@@ -30,7 +30,7 @@ class Coordinator:
     ) -> None:
         self.group = group
         self.tp = group.size if tp is None else tp
-        check_range("tp", self.tp, 1, group.size)
+        check_int("tp", self.tp, 1, group.size)
         self.log = KvLog(num_slots, max_sequences)
         self.steps = 0
         with tempfile.TemporaryDirectory(prefix="tpverify-") as directory:

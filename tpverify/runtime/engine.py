@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tpverify.config import MAX_NODES, check_range
+from tpverify.config import MAX_NODES, check_int
 from tpverify.errors import ArgumentError, PoolFull
 from tpverify.model.checkpoint import ModelConfig, load_config, resolve
 from tpverify.model.drafter import DrafterConfig
@@ -49,12 +49,12 @@ class Engine:
         self.config: ModelConfig = load_config(directory)
         self.drafter = DrafterConfig.read(directory)
         self.tp, self.num_slots, self.max_batch, self.prefill_chunk = tp, num_slots, max_batch, prefill_chunk
-        check_range("tp", tp, 1, 1024)
+        check_int("tp", tp, 1, 1024)
         if self.config.num_attention_heads % tp:
             raise ArgumentError("tp", f"a divisor of the model's {self.config.num_attention_heads} heads", tp)
-        check_range("num_slots", num_slots, 2, 2**31 - 1)
-        check_range("max_batch", max_batch, 1, 4096)
-        check_range("prefill_chunk", prefill_chunk, 1, MAX_NODES)
+        check_int("num_slots", num_slots, 2, 2**31 - 1)
+        check_int("max_batch", max_batch, 1, 4096)
+        check_int("prefill_chunk", prefill_chunk, 1, MAX_NODES)
         self._auto = AutoBudget()
         self._owned = group is None
         self._group = group or RankGroup(tp, device, deadline_s)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tpverify.config import MAX_NODES, check_range
+from tpverify.config import MAX_NODES, check_int
 from tpverify.errors import ArgumentError
 from tpverify.kv.log import KvLog
 from tpverify.runtime.messages import DecodedRequest, DecodeRequest
@@ -43,15 +43,15 @@ class GenerationOptions:
     stop: Any = None
 
     def __post_init__(self) -> None:
-        check_range("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
+        check_int("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
         if self.strategy not in STRATEGIES:
             raise ArgumentError("strategy", f"one of {', '.join(STRATEGIES)}", repr(self.strategy))
         if self.budget != "auto":
-            check_range("budget", self.budget, 0, MAX_NODES - 1)
+            check_int("budget", self.budget, 0, MAX_NODES - 1)
         number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
         if not number or not 0 <= self.temperature < 1e6:
             raise ArgumentError("temperature", "a number from 0 (greedy)", repr(self.temperature))
-        check_range("seed", self.seed, 0, 2**64 - 1)
+        check_int("seed", self.seed, 0, 2**64 - 1)
 
     def stops(self, vocab_size: int) -> list[list[int]]:
         """The stop sequences as tokens."""

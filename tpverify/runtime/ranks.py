@@ -16,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import tpverify
-from tpverify.config import DEVICES, check_range
+from tpverify.config import DEVICES, check_int
 from tpverify.errors import ArgumentError, ClusterError, RankFailure
 from tpverify.runtime import cluster, messages
 from tpverify.runtime.actor import Rank
@@ -60,7 +60,7 @@ class RankGroup:
         transport: str = "zmq",
         oversubscribe: bool = False,
     ) -> None:
-        check_range("size", size, 1, 1024)
+        check_int("size", size, 1, 1024)
         if device not in DEVICES:
             raise ArgumentError("device", f"one of {', '.join(DEVICES)}", repr(device))
         if transport not in TRANSPORTS:

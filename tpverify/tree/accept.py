@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from tpverify import native
+from tpverify.config import check_number, check_type
 from tpverify.errors import ArgumentError
 from tpverify.tree.arrays import float_array, int_array
 from tpverify.tree.draft_tree import DraftTree
-from tpverify.tree.draws import sample_token
+from tpverify.tree.draws import check_coin, sample_token
 
 SUM_TOLERANCE = 1e-3
 MIN_THRESHOLD_ACC = 1e-9
@@ -49,6 +50,7 @@ def accept_walk(tree: DraftTree, choose: Callable[[int], int]) -> Accept:
 
 def accept_greedy(tree: DraftTree, target_tokens: Any) -> Accept:
     """The walk for choices already made at every node. target_tokens: integers [n]. Raises ArgumentError."""
+    check_type("tree", tree, DraftTree, "a DraftTree")
     targets = int_array("target_tokens", target_tokens, 1)
     _check_length("target_tokens", targets, tree)
     library = native.host()
@@ -83,6 +85,7 @@ def accept_sampled(
     target_probs: [n, vocab] in float64 or converted to it, row i after node i; finite, >= 0, each row's sum within 1e-3
     of 1. coins: [n] in [0, 1). Thresholds in [0, 1]; threshold_acc below 1e-9 counts as that. Raises ArgumentError.
     """
+    check_type("tree", tree, DraftTree, "a DraftTree")
     probs = float_array("target_probs", target_probs, 2, np.float64)
     coins = float_array("coins", coins, 1, np.float64)
     _check_length("target_probs", probs, tree)
@@ -92,19 +95,17 @@ def accept_sampled(
         raise ArgumentError("target_probs", f"a column for token {largest}", f"{probs.shape[1]} columns")
     if not (coins.min() >= 0.0 and coins.max() < 1.0):
         raise ArgumentError("coins", "numbers in [0, 1)", coins[~((coins >= 0.0) & (coins < 1.0))][0])
-    if not 0.0 <= final_coin < 1.0:
-        raise ArgumentError("final_coin", "a number in [0, 1)", final_coin)
-    for name, threshold in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
-        if not 0.0 <= threshold <= 1.0:
-            raise ArgumentError(name, "a number in [0, 1]", threshold)
+    final_coin = check_coin("final_coin", final_coin)
+    threshold_single = check_number("threshold_single", threshold_single, "a number in [0, 1]", 0.0, 1.0)
+    threshold_acc = check_number("threshold_acc", threshold_acc, "a number in [0, 1]", 0.0, 1.0)
     sums = probs.sum(axis=1)
-    wrong = np.flatnonzero(~((probs.min(axis=1) >= 0.0) & (np.abs(sums - 1.0) <= SUM_TOLERANCE)))
+    wrong = np.flatnonzero(~((probs.min(axis=1, initial=np.inf) >= 0.0) & (np.abs(sums - 1.0) <= SUM_TOLERANCE)))
     if len(wrong):
         row = int(wrong[0])
         raise ArgumentError(
             "target_probs",
             f"rows >= 0 that sum to 1 within {SUM_TOLERANCE}",
-            f"minimum {probs[row].min()}, sum {sums[row]} in row {row}",
+            f"minimum {probs[row].min(initial=np.inf)}, sum {sums[row]} in row {row}",
         )
     library = native.host()
     if library is None:

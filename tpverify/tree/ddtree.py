@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from tpverify import native
-from tpverify.config import MAX_DEPTH, MAX_NODES
+from tpverify.config import MAX_DEPTH, MAX_NODES, check_int
 from tpverify.errors import ArgumentError
-from tpverify.tree.arrays import INT64_MAX, float_array, index, int_array
+from tpverify.tree.arrays import INT64_MAX, float_array, int_array
 from tpverify.tree.draft_tree import DraftTree, assemble
 
+LOGPROB_MIN = float(np.finfo(np.float32).min)
 LOGPROB_SLACK = np.float32(1e-3)  # a log-probability this little above 0 is rounding
 
 
@@ -27,7 +28,8 @@ def build_ddtree(logits: Any, *, root_token: int, budget: int) -> DraftTree:
 
     logits: [depth, vocab], row d for the token d + 1 after the root; numpy or torch CPU, any float type (converted to
     float32), depth 0..64. -inf rules a token out. Log-probabilities are logit - logsumexp over the whole row, computed
-    in float64 and rounded to float32. Equal logits in a row rank by token id, the lower first.
+    in float64 and rounded to float32, of finite logits to a finite one. Equal logits in a row rank by token id, the
+    lower first.
     budget: drafted nodes at most, 0..1023; the root comes on top. Fewer come back when fewer prefixes are possible.
 
     Raises ArgumentError for a wrong shape or type, NaN, +inf, or a row without a finite logit.
@@ -35,7 +37,7 @@ def build_ddtree(logits: Any, *, root_token: int, budget: int) -> DraftTree:
     rows = float_array("logits", logits, 2, np.float32)
     depth, vocab = rows.shape
     _check_depth("logits", depth)
-    budget = index("budget", budget, 0, MAX_NODES - 1)
+    budget = check_int("budget", budget, 0, MAX_NODES - 1)
     k = min(budget, vocab)
     logprobs, ids = np.empty((depth, k), np.float32), np.empty((depth, k), np.int64)
     for d, row in enumerate(rows):
@@ -44,10 +46,11 @@ def build_ddtree(logits: Any, *, root_token: int, budget: int) -> DraftTree:
             raise ArgumentError("logits", "no NaN, no +inf and a finite logit in each row", f"maximum {top} in row {d}")
         logsumexp = float(top) + math.log(np.exp(row.astype(np.float64) - float(top)).sum())
         ids[d] = _top(row, k)
-        logprobs[d] = row[ids[d]].astype(np.float64) - logsumexp
+        top_logits = row[ids[d]].astype(np.float64)
+        logprobs[d] = np.where(np.isneginf(top_logits), -np.inf, np.maximum(top_logits - logsumexp, LOGPROB_MIN))
     # Built over ranks, not ids: distinct logits may round to one log-probability and must keep their order.
     ranks = np.ascontiguousarray(np.broadcast_to(np.arange(k), (depth, k)))
-    tree = _best_first(logprobs, ranks, index("root_token", root_token, 0, INT64_MAX), budget, vocab)
+    tree = _best_first(logprobs, ranks, check_int("root_token", root_token, 0, INT64_MAX), budget, vocab)
     tokens = tree.tokens.copy()
     tokens[1:] = ids[tree.depths[1:] - 1, tokens[1:]]
     tokens.flags.writeable = False
@@ -76,9 +79,9 @@ def build_ddtree_topk(
     if logprobs.shape != token_ids.shape:
         raise ArgumentError("token_ids", f"the shape of logprobs, {logprobs.shape}", token_ids.shape)
     _check_depth("logprobs", len(logprobs))
-    budget = index("budget", budget, 0, MAX_NODES - 1)
-    root_token = index("root_token", root_token, 0, INT64_MAX)
-    vocab_size = 0 if vocab_size is None else index("vocab_size", vocab_size, 1, INT64_MAX)
+    budget = check_int("budget", budget, 0, MAX_NODES - 1)
+    root_token = check_int("root_token", root_token, 0, INT64_MAX)
+    vocab_size = 0 if vocab_size is None else check_int("vocab_size", vocab_size, 1, INT64_MAX)
     return _best_first(logprobs, token_ids, root_token, budget, vocab_size)
 
 

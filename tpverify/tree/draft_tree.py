@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from tpverify.config import MAX_NODES
+from tpverify.config import MAX_NODES, check_int
 from tpverify.errors import ArgumentError
-from tpverify.tree.arrays import INT64_MAX, index, int_array
+from tpverify.tree.arrays import INT64_MAX, int_array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
     """A tree of n tokens, n <= 1024. Node 0 is the root (the bonus token, not drafted); a parent precedes its children.
 
-    Every array is read-only. `len(tree)` is n, the verify width.
+    Every array is read-only, in copies and after pickling too. `len(tree)` is n, the verify width.
 
     tokens: int64 [n]. parents: int32 [n], -1 for the root. depths: int32 [n], 0 for the root.
     first_child, next_sibling: int32 [n], -1 for none; siblings in ascending node index.
@@ -66,12 +66,16 @@ class DraftTree:
         tokens = int_array("tokens", tokens, 1)
         return cls.from_parents(tokens, np.arange(-1, len(tokens) - 1))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Rebuilt rather than restored: arrays that were pickled or copied come back writable.
+        return assemble, (self.tokens.tolist(), self.parents.tolist(), self.exact)
+
     def __len__(self) -> int:
         return len(self.tokens)
 
     def positions(self, committed: int) -> np.ndarray:
         """int64 [n]: a node's absolute position, `committed` + depth; siblings share one."""
-        return self.depths + np.int64(index("committed", committed, 0, INT64_MAX - MAX_NODES))
+        return self.depths + np.int64(check_int("committed", committed, 0, INT64_MAX - MAX_NODES))
 
     def ancestor_words(self) -> np.ndarray:
         """uint64 [n, ceil(n / 64)]: bit j of row i (bit j % 64 of word j // 64) says that i is j or descends from j."""

@@ -5,13 +5,21 @@ the same draw at the same position and give the same stream of tokens, however m
 """
 
 import math
+import sys
 
 import numpy as np
 
+from tpverify.config import check_int, check_number
 from tpverify.errors import ArgumentError
-from tpverify.tree.arrays import float_array, index
+from tpverify.tree.arrays import float_array
 
 UINT32 = 0xFFFFFFFF
+FLOAT_MAX = sys.float_info.max
+
+
+def check_coin(argument: str, value: object) -> float:
+    """A draw as a float in [0, 1). Raises ArgumentError."""
+    return check_number(argument, value, "a number in [0, 1)", 0.0, math.nextafter(1.0, 0.0))
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -27,8 +35,8 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:
     """A float64 in [0, 1) with 53 random bits. seed and position: 64 bits unsigned; stream: 32 bits, one a purpose."""
-    seed, position = index("seed", seed, 0, 2**64 - 1), index("position", position, 0, 2**64 - 1)
-    counter = (position & UINT32, position >> 32, index("stream", stream, 0, UINT32), 0)
+    seed, position = check_int("seed", seed, 0, 2**64 - 1), check_int("position", position, 0, 2**64 - 1)
+    counter = (position & UINT32, position >> 32, check_int("stream", stream, 0, UINT32), 0)
     a, b, _, _ = philox4x32(counter, (seed & UINT32, seed >> 32))
     return ((a >> 5) << 26 | b >> 6) * 2.0**-53
 
@@ -39,8 +47,7 @@ def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
     Raises ArgumentError for NaN, +inf, a row without a finite logit, or a temperature that is not positive and finite.
     """
     row = float_array("logits", logits, 1, np.float64)
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ArgumentError("temperature", "a positive finite number", temperature)
+    temperature = check_number("temperature", temperature, "a positive finite number", math.ulp(0.0), FLOAT_MAX)
     top = row.max(initial=-np.inf)
     if not math.isfinite(top):
         raise ArgumentError("logits", "no NaN, no +inf and one finite logit", f"a maximum of {top}")
@@ -56,8 +63,7 @@ def sample_token(probs: np.ndarray, u: float) -> int:
     a negative or non-finite weight, a row without weight, or u outside [0, 1).
     """
     weights = float_array("probs", probs, 1, np.float64)
-    if not 0.0 <= u < 1.0:
-        raise ArgumentError("u", "a number in [0, 1)", u)
+    u = check_coin("u", u)
     if not weights.min(initial=0.0) >= 0.0:
         raise ArgumentError("probs", "weights >= 0", weights.min())
     cumulative = np.cumsum(weights)
