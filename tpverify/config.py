@@ -5,7 +5,6 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TypeVar
 
 from tpverify.errors import ArgumentError, describe
 
@@ -13,9 +12,6 @@ DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_NODES = 1024  # root included: the widest tree one verify step takes
 MAX_DEPTH = 64  # drafted nodes below the root
-
-
-T = TypeVar("T")
 
 
 def check_int(argument: str, value: object, low: int, high: int) -> int:
@@ -47,11 +43,10 @@ def check_choice(argument: str, value: object, choices: Sequence[str]) -> str:
     return value
 
 
-def check_type(argument: str, value: object, kind: type[T], expected: str) -> T:
-    """`value` if it is a `kind`. Raises ArgumentError saying `expected`."""
+def check_type(argument: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise ArgumentError saying `expected` unless `value` is of (one of) the `kind`."""
     if not isinstance(value, kind):
         raise ArgumentError(argument, expected, describe(value))
-    return value
 
 
 def check_deadline(value: object) -> float:

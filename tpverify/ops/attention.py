@@ -1,39 +1,51 @@
 """Verify attention as callers see it: check everything once, then dispatch to a backend."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tpverify.config import MAX_NODES
-from tpverify.errors import ArgumentError
+from tpverify.config import MAX_NODES, check_choice, check_int, check_number, check_type
+from tpverify.errors import ArgumentError, describe
 from tpverify.ops import cuda, reference
 from tpverify.ops.reference import RequestPlan
+from tpverify.tree.arrays import as_numpy, int_array
+from tpverify.tree.draft_tree import DraftTree
 
 BACKENDS = ("auto", "cuda", "cuda_fp32", "cuda_naive", "reference")
 KV_LORA_RANK = 512
 ROW_DIM = 576
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-class Tree(Protocol):
-    """What attention needs of a draft tree: DraftTree has it, and so does TreeMask, which ranks receive."""
-
-    @property
-    def depths(self) -> np.ndarray: ...
-
-    def ancestor_words(self) -> np.ndarray: ...
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TreeMask:
-    """A tree without its tokens: ancestor bits uint64 [n, ceil(n/64)] and depths int32 [n]."""
+    """A tree of n <= 1024 nodes without its tokens: ancestor bits uint64 [n, ceil(n/64)] and depths int32 [n].
+
+    Both are kept as read-only copies. Raises ArgumentError unless they are those of a tree in which parents come first:
+    a row has its parent's bits and its own, and a depth counts the others' bits.
+    """
 
     words: np.ndarray
     depths: np.ndarray
+
+    def __post_init__(self) -> None:
+        words, depths = as_numpy("words", self.words), int_array("depths", self.depths, 1)
+        n = check_int("depths", len(depths), 1, MAX_NODES)
+        if words.dtype != np.uint64 or words.shape != (n, -(-n // 64)):
+            raise ArgumentError("words", f"uint64 [{n}, {-(-n // 64)}]", f"{words.dtype} {words.shape}")
+        words = np.array(words, order="C")
+        _check_tree(words, depths)
+        depths = depths.astype(np.int32)
+        words.flags.writeable = depths.flags.writeable = False
+        object.__setattr__(self, "words", words)
+        object.__setattr__(self, "depths", depths)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TreeMask, (self.words, self.depths)  # copies are read-only too
 
     def ancestor_words(self) -> np.ndarray:
         return self.words
@@ -41,8 +53,32 @@ class TreeMask:
     @staticmethod
     def chain(n: int) -> "TreeMask":
         """n tokens in a row, as a chunk of a prompt is: node i sees nodes 0..i."""
+        n = check_int("n", n, 1, MAX_NODES)
         bits = np.packbits(np.tri(n, -(-n // 64) * 64, dtype=bool), axis=1, bitorder="little")
         return TreeMask(bits.view(np.uint64), np.arange(n, dtype=np.int32))
+
+
+def _check_tree(words: np.ndarray, depths: np.ndarray) -> None:
+    node = np.arange(len(words))
+    others = words.copy()
+    others[node, node // 64] ^= np.left_shift(np.uint64(1), (node % 64).astype(np.uint64))
+    bits = np.unpackbits(others.view(np.uint8), axis=1, bitorder="little")
+    parents = (
+        bits.shape[1] - 1 - bits[:, ::-1].argmax(axis=1)
+    )  # the last bit; none, or the own one missing: not below node
+    wrong = (parents >= node) | (others != words[np.minimum(parents, node)]).any(axis=1)
+    wrong[0] = others[0].any()
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise ArgumentError(
+            f"words[{row}]", "the bits of an earlier node's row, and its own", describe(words[row].tolist())
+        )
+    expected = depths[np.minimum(parents, node)] + 1
+    expected[0] = 0
+    wrong = depths != expected
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise ArgumentError(f"depths[{row}]", f"{expected[row]}, one more than its parent's", depths[row])
 
 
 @dataclass(frozen=True)
@@ -51,14 +87,15 @@ class VerifyRequest:
 
     prefix_slots: int32 or int64 [S], the pool rows of the committed tokens in position order (S may be 0).
     tree_slots: int32 or int64 [n], the pool rows of the tree's nodes in node order. tree: DraftTree or TreeMask of n
-    nodes. Slots may be numpy arrays or torch tensors.
+    nodes. Slots may be numpy arrays, torch tensors or lists.
     """
 
     prefix_slots: np.ndarray | Tensor
     tree_slots: np.ndarray | Tensor
-    tree: Tree
+    tree: DraftTree | TreeMask
 
 
+@torch.no_grad()
 def verify_attention(
     q: Tensor,
     kv_pool: Tensor,
@@ -71,16 +108,15 @@ def verify_attention(
     """Tree-masked MLA attention: node i of a request sees all of its prefix, its ancestors and itself.
 
     q [sum of n, heads, 576] float32 or bfloat16, absorbed queries, requests one after another; kv_pool [slots, 576] in
-    q's dtype, 512 latent then 64 rope; softmax_scale multiplies the scores.
+    q's dtype, 512 latent then 64 rope; softmax_scale, any number that float32 can hold, multiplies the scores.
     backend "auto" is the kernel on CUDA tensors (bfloat16, at most 128 heads) and the reference on CPU tensors.
     Returns out [sum of n, heads, 512] in q's dtype and lse [sum of n, heads] float32, natural log.
     batch_invariant: a request's bits do not depend on the other requests (the reference always gives that).
     Raises ArgumentError, a ValueError, for anything else. Inputs may be strided.
     """
     check_tensors(q, kv_pool)
-    check_scale(softmax_scale)
-    if not isinstance(batch_invariant, bool):
-        raise ArgumentError("batch_invariant", "a bool", repr(batch_invariant))
+    softmax_scale = check_scale(softmax_scale)
+    check_type("batch_invariant", batch_invariant, bool, "a bool")
     require_backend(backend, q.device)
     checked = check_requests(requests, kv_pool.shape[0])
     total = sum(request.nodes for request in checked)
@@ -125,8 +161,7 @@ def run_reference(
 
 def require_backend(backend: str, device: torch.device) -> None:
     """Raise ArgumentError unless `backend` exists and can run on `device`."""
-    if backend not in BACKENDS:
-        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", repr(backend))
+    check_choice("backend", backend, BACKENDS)
     if device.type == "cuda":
         if backend not in ("auto", "cuda"):
             raise ArgumentError("backend", "'cuda' or 'auto' on CUDA tensors", repr(backend))
@@ -138,20 +173,14 @@ def require_backend(backend: str, device: torch.device) -> None:
         )
 
 
-def check_scale(softmax_scale: float) -> None:
-    if (
-        isinstance(softmax_scale, bool)
-        or not isinstance(softmax_scale, (int, float))
-        or not math.isfinite(softmax_scale)
-    ):
-        raise ArgumentError("softmax_scale", "a finite number", repr(softmax_scale))
+def check_scale(softmax_scale: float) -> float:
+    return check_number("softmax_scale", softmax_scale, "a finite float32 number", -FLOAT32_MAX, FLOAT32_MAX)
 
 
 def check_tensors(q: Tensor, kv_pool: Tensor, row_dim: int = ROW_DIM) -> None:
     """Raise ArgumentError unless q and kv_pool have the shapes, dtype and device that verify attention takes."""
     for name, tensor, shape in (("q", q, f"[nodes, heads, {row_dim}]"), ("kv_pool", kv_pool, f"[slots, {row_dim}]")):
-        if not isinstance(tensor, Tensor):
-            raise ArgumentError(name, f"a torch tensor {shape}", type(tensor).__name__)
+        check_type(name, tensor, Tensor, f"a torch tensor {shape}")
         if tensor.dim() != shape.count(",") + 1 or tensor.shape[-1] != row_dim:
             raise ArgumentError(name, shape, tuple(tensor.shape))
     if q.shape[1] < 1:
@@ -164,6 +193,7 @@ def check_tensors(q: Tensor, kv_pool: Tensor, row_dim: int = ROW_DIM) -> None:
 
 def check_requests(requests: Sequence[VerifyRequest], pool_slots: int) -> list[cuda.Request]:
     """Raises ArgumentError unless every request fits a pool of `pool_slots` rows."""
+    check_type("requests", requests, (list, tuple), "a list of VerifyRequests")
     return [_check_request(f"requests[{i}]", request, pool_slots) for i, request in enumerate(requests)]
 
 
@@ -172,27 +202,22 @@ def plan_reference(requests: Sequence[cuda.Request], heads: int) -> list[Request
 
 
 def _check_request(name: str, request: VerifyRequest, pool_slots: int) -> cuda.Request:
-    if not isinstance(request, VerifyRequest):
-        raise ArgumentError(name, "a VerifyRequest", type(request).__name__)
+    check_type(name, request, VerifyRequest, "a VerifyRequest")
+    check_type(f"{name}.tree", request.tree, (DraftTree, TreeMask), "a DraftTree or a TreeMask")
     prefix = _check_slots(f"{name}.prefix_slots", request.prefix_slots, pool_slots)
     tree = _check_slots(f"{name}.tree_slots", request.tree_slots, pool_slots)
-    words, depths = np.asarray(request.tree.ancestor_words()), np.asarray(request.tree.depths)
-    n = len(depths)
-    if not 1 <= n <= MAX_NODES:
-        raise ArgumentError(f"{name}.tree", f"1 to {MAX_NODES} nodes", n)
-    if words.dtype != np.uint64 or words.shape != (n, -(-n // 64)):
-        raise ArgumentError(
-            f"{name}.tree", f"ancestor words uint64 [{n}, {-(-n // 64)}]", f"{words.dtype} {words.shape}"
-        )
-    if len(tree) != n:
-        raise ArgumentError(f"{name}.tree_slots", f"{n} slots, one a node", len(tree))
+    words, depths = request.tree.ancestor_words(), request.tree.depths
+    if len(tree) != len(depths):
+        raise ArgumentError(f"{name}.tree_slots", f"{len(depths)} slots, one a node", len(tree))
     return cuda.Request(prefix, tree, words, depths)
 
 
 def _check_slots(name: str, slots: np.ndarray | Tensor, pool_slots: int) -> Tensor:
-    tensor = torch.as_tensor(slots)
-    if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError(name, "int32 or int64 [count]", f"{tensor.dtype} {tuple(tensor.shape)}")
+    array = slots if isinstance(slots, Tensor) else as_numpy(name, slots)
+    if array.ndim != 1 or str(array.dtype).removeprefix("torch.") not in ("int32", "int64"):
+        raise ArgumentError(name, "int32 or int64 [count]", f"{array.dtype} {tuple(array.shape)}")
+    # From numpy a copy: torch takes no reversed array, and warns of a read-only one.
+    tensor = array.long() if isinstance(array, Tensor) else torch.from_numpy(array.astype(np.int64))
     if len(tensor) and not 0 <= int(tensor.min()) <= int(tensor.max()) < pool_slots:
         raise ArgumentError(name, f"slots from 0 to {pool_slots - 1}", f"{int(tensor.min())} to {int(tensor.max())}")
-    return tensor.long()
+    return tensor

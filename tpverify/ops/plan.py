@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpverify.config import MAX_NODES, MlaGeometry, check_int
-from tpverify.errors import ArgumentError
+from tpverify.config import MAX_NODES, MlaGeometry, check_int, check_type
+from tpverify.errors import ArgumentError, describe
 from tpverify.ops.attention import (
     KV_LORA_RANK,
     ROW_DIM,
@@ -16,10 +16,9 @@ from tpverify.ops.attention import (
     check_scale,
     check_tensors,
     plan_reference,
-    require_backend,
     run_reference,
 )
-from tpverify.ops.cuda import CudaPlan
+from tpverify.ops.cuda import CudaPlan, why_not
 from tpverify.ops.reference import RequestPlan
 
 ANY_POOL = 2**63 - 1  # slots are checked against the pool when the plan runs
@@ -46,28 +45,29 @@ class VerifyPlan:
         device: str | torch.device,
         batch_invariant: bool = False,
     ) -> None:
-        check_int("max_batch", max_batch, 1, 4096)
-        check_int("max_nodes", max_nodes, 1, MAX_NODES)
-        check_int("max_tokens", max_tokens, 0, 2**31 - 1)
-        device = torch.device(device)
-        require_backend("auto", device)
-        self.geometry, self.max_batch, self.max_nodes, self.max_tokens = geometry, max_batch, max_nodes, max_tokens
-        self.batch_invariant = batch_invariant
+        check_type("geometry", geometry, MlaGeometry, "an MlaGeometry")
+        check_type("batch_invariant", batch_invariant, bool, "a bool")
+        self.geometry, self.batch_invariant = geometry, batch_invariant
+        self.max_batch = check_int("max_batch", max_batch, 1, 4096)
+        self.max_nodes = check_int("max_nodes", max_nodes, 1, MAX_NODES)
+        self.max_tokens = check_int("max_tokens", max_tokens, 0, 2**31 - 1)
+        self.device = device = _device(device)
         self._plans: list[RequestPlan] = []
         self._nodes, self._top_slot = 0, -1
         self._cuda: CudaPlan | None = None
         if device.type == "cuda":
             if (geometry.kv_lora_rank, geometry.row_dim) != (KV_LORA_RANK, ROW_DIM):
                 raise ArgumentError("geometry", "kv_lora_rank 512 and qk_rope_head_dim 64 on CUDA", geometry)
-            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-            self._cuda = CudaPlan(geometry.num_heads, max_batch, max_nodes, max_tokens, device, batch_invariant)
+            self._cuda = CudaPlan(
+                geometry.num_heads, self.max_batch, self.max_nodes, self.max_tokens, device, batch_invariant
+            )
             self.update([])
 
     def update(self, requests: Sequence[VerifyRequest]) -> None:
         """Take the requests of the next step. Raises ArgumentError, and keeps the earlier ones, if they do not fit."""
-        if len(requests) > self.max_batch:
-            raise ArgumentError("requests", f"at most {self.max_batch}", len(requests))
         checked = check_requests(requests, ANY_POOL)
+        if len(checked) > self.max_batch:
+            raise ArgumentError("requests", f"at most {self.max_batch}", len(checked))
         for i, request in enumerate(checked):
             if request.nodes > self.max_nodes:
                 raise ArgumentError(f"requests[{i}].tree", f"at most {self.max_nodes} nodes", request.nodes)
@@ -81,6 +81,7 @@ class VerifyPlan:
         self._nodes = sum(request.nodes for request in checked)
         self._top_slot = max((int(s.max()) for r in checked for s in (r.prefix, r.tree) if len(s)), default=-1)
 
+    @torch.no_grad()
     def run(self, q: Tensor, kv_pool: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
         """Verify attention of one layer into out [N, heads, kv_lora_rank] in q's dtype and lse [N, heads] float32.
 
@@ -89,7 +90,7 @@ class VerifyPlan:
         """
         geometry, nodes = self.geometry, self._nodes
         check_tensors(q, kv_pool, geometry.row_dim)
-        check_scale(softmax_scale)
+        softmax_scale = check_scale(softmax_scale)
         if self._cuda:
             check_kernel_takes(q)
             nodes = max(nodes, len(q))
@@ -98,11 +99,30 @@ class VerifyPlan:
             ("out", out, (nodes, geometry.num_heads, geometry.kv_lora_rank), q.dtype),
             ("lse", lse, (nodes, geometry.num_heads), torch.float32),
         ):
-            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-                raise ArgumentError(name, f"{dtype} {shape}", f"{tensor.dtype} {tuple(tensor.shape)}")
+            check_type(name, tensor, Tensor, f"a torch tensor {shape}")
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != self.device:
+                got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                raise ArgumentError(name, f"{dtype} {shape} on {self.device}", got)
         if self._top_slot >= kv_pool.shape[0]:
             raise ArgumentError("kv_pool", f"more than {self._top_slot} slots", kv_pool.shape[0])
         if self._cuda:
             self._cuda.run(q, kv_pool, out, lse, softmax_scale)
         else:
             run_reference(q, kv_pool, self._plans, out, lse, softmax_scale)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """The device with its index. Raises ArgumentError for one that is not here or has no backend."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ArgumentError("device", "'cpu' or a CUDA device", describe(device)) from None
+    if found.type == "cpu":
+        return torch.device("cpu")
+    reason = why_not() if found.type == "cuda" else f"{describe(device)}, which has no backend"
+    if reason:
+        raise ArgumentError("device", "'cpu', or a CUDA device and kernels for it", reason)
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= torch.cuda.device_count():
+        raise ArgumentError("device", f"one of {torch.cuda.device_count()} GPUs", describe(device))
+    return torch.device("cuda", index)
