@@ -12,7 +12,14 @@ import transformers
 from safetensors.torch import save_file
 
 from tpverify.errors import ArgumentError
-from tpverify.model.checkpoint import ModelConfig, expected_shapes, load_checkpoint, resolve, save_checkpoint
+from tpverify.model.checkpoint import (
+    ModelConfig,
+    expected_shapes,
+    find_checkpoint,
+    load_checkpoint,
+    resolve,
+    save_checkpoint,
+)
 from tpverify.model.tiny.train import load
 
 SMALL = ModelConfig(
@@ -96,6 +103,14 @@ def test_training_model_is_the_shipped_one_as_transformers_loads_it() -> None:
         ("rope_theta", float("inf")),
         ("rope_interleave", 1),
         ("vocab_size", True),
+        ("hidden_size", 2**31),
+        ("rope_theta", 10**400),
+        ("rope_parameters", "default"),
+        ("rope_parameters", [1e4]),
+        ("eos_token_id", 32),
+        ("eos_token_id", [1, -1]),
+        ("eos_token_id", "</s>"),
+        ("eos_token_id", True),
     ],
 )
 def test_a_config_that_is_not_computed_names_its_field(tmp_path: Path, field: str, value: Any) -> None:
@@ -112,7 +127,7 @@ def test_absent_rope_interleave_means_true_and_theta_may_lie_in_rope_parameters(
     assert config.rope_interleave is True and config.rope_theta == 5e5
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "null", "[" * 10**5])
 def test_a_broken_config_is_one_clear_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ArgumentError, match=r"config\.json"):
@@ -150,9 +165,33 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path, change: str) -> 
     else:
         tensors[name] = tensors[name].T.contiguous()
     save_checkpoint(tmp_path, SMALL, tensors)
-    with pytest.raises(ArgumentError) as error:
+    for look in (load_checkpoint, find_checkpoint):
+        with pytest.raises(ArgumentError) as error:
+            look(tmp_path)
+        assert error.value.argument == name
+
+
+def test_a_look_at_a_checkpoint_reads_no_weights(tmp_path: Path) -> None:
+    """NaN weights pass, as nothing but a header was read; every file is found."""
+    tensors = weights(SMALL)
+    tensors["model.norm.weight"][:] = torch.nan
+    save_checkpoint(tmp_path, SMALL, tensors)
+    config, places = find_checkpoint(tmp_path)
+    assert config == SMALL and set(places.values()) == {tmp_path / "model.safetensors"}
+    with pytest.raises(ArgumentError, match="^model.norm.weight: expected finite weights"):
         load_checkpoint(tmp_path)
-    assert error.value.argument == name
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"weight_map": null}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}', "\x00",
+     '{"weight_map": {"a": ""}}', '{"weight_map": {"a": "b\\u0000.safetensors"}}', '{"weight_map": {}}'],
+)  # fmt: skip
+def test_a_broken_index_is_one_clear_error(tmp_path: Path, text: str) -> None:
+    write_config(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ArgumentError, match="expected "):
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", ["dtype", "NaN"])
@@ -171,6 +210,13 @@ def shard(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     for file, part in parts.items():
         save_file({name: tensors[name] for name in part}, str(path / file))
     return {name: file for file, part in parts.items() for name in part}
+
+
+def test_tensors_that_no_layer_needs_are_left_out(tmp_path: Path) -> None:
+    """Some writers store a tied head once more."""
+    tensors = weights(SMALL)
+    save_checkpoint(tmp_path, SMALL, tensors | {"lm_head.weight": torch.full((32, 16), torch.nan)})
+    assert load_checkpoint(tmp_path)[1].keys() == tensors.keys()
 
 
 def test_shards_are_joined(tmp_path: Path) -> None:

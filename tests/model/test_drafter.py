@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from tpverify.errors import ArgumentError
-from tpverify.model.checkpoint import load_checkpoint, resolve
-from tpverify.model.drafter import Drafter
+from tpverify.model.checkpoint import load_checkpoint, load_config, resolve
+from tpverify.model.drafter import Drafter, DrafterConfig, find_drafter
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +124,41 @@ def test_what_does_not_fit_is_named(embed: torch.Tensor, tmp_path: Path) -> None
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
     with pytest.raises(ArgumentError, match=r"layers\.1"):
         Drafter.load(tmp_path, embed)
+
+
+BAD_DRAFTERS: list[tuple[dict[str, Any], str]] = [
+    ({"block_size": 1}, "drafter/block_size"), ({"block_size": 66}, "drafter/block_size"),
+    ({"head_dim": 31}, "drafter/head_dim"), ({"window": 0}, "drafter/window"), ({"window": "128"}, "drafter/window"),
+    ({"rms_norm_eps": None}, "drafter/rms_norm_eps"), ({"hidden_size": 128}, "drafter/hidden_size"),
+    ({"feature_layers": []}, "drafter/feature_layers"), ({"feature_layers": [1, 5]}, "drafter/feature_layers"),
+    ({"feature_layers": [0]}, "drafter/feature_layers"), ({"feature_layers": 3}, "drafter/feature_layers"),
+    ({"feature_layers": ["1"]}, "drafter/feature_layers"), ({"layers": 2}, "drafter/config.json"),
+    ({"num_hidden_layers": 3}, "drafter/layers.2"), ({"intermediate_size": 100}, "drafter/layers.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "argument"), BAD_DRAFTERS)
+def test_a_bad_drafter_is_found_without_reading_weights(tmp_path: Path, change: dict[str, Any], argument: str) -> None:
+    shutil.copytree(resolve("tiny") / "drafter", tmp_path / "drafter")
+    file = tmp_path / "drafter/config.json"
+    good = json.loads(file.read_text())
+    target = load_config("tiny")
+    assert find_drafter(tmp_path, target) == DrafterConfig.read(tmp_path)
+    file.write_text(json.dumps(good | change))
+    with pytest.raises(ArgumentError, match=f"^{argument}"):
+        find_drafter(tmp_path, target)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 10**5])
+def test_a_broken_drafter_config_is_one_clear_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter/config.json").write_text(text)
+    with pytest.raises(ArgumentError, match="^drafter/config.json: expected "):
+        find_drafter(tmp_path, load_config("tiny"))
+
+
+def test_a_drafter_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter/config.json").write_bytes((resolve("tiny") / "drafter/config.json").read_bytes())
+    with pytest.raises(ArgumentError, match="no weights"):
+        find_drafter(tmp_path, load_config("tiny"))

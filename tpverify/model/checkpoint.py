@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tpverify.config import check_int, check_type
 from tpverify.errors import ArgumentError
+from tpverify.model.files import SINGLE, Places, check_fields, check_tensors, find_tensors, read_object, read_tensors
 
 PACKAGED = {"tiny": Path(__file__).parent / "tiny"}
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class ModelConfig:
     """The fields of config.json a dense MLA decoder needs, under their Hugging Face names.
 
     rope_interleave: the rope dims of q and k are stored interleaved; split them into halves, then rotate halves.
+    eos_token_id: the token, or the tokens, that end a text.
     """
 
     vocab_size: int
@@ -41,25 +41,26 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_interleave: bool = True
     tie_word_embeddings: bool = False
-    eos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (type(value) is not int or value < 1):
-                raise ArgumentError(field.name, "a positive integer", repr(value))
-            if field.type == "float" and not (type(value) in (int, float) and 0 < value < float("inf")):
-                raise ArgumentError(field.name, "a positive number", repr(value))
-            if field.type == "bool" and type(value) is not bool:
-                raise ArgumentError(field.name, "true or false", repr(value))
-        if self.q_lora_rank is not None and (type(self.q_lora_rank) is not int or self.q_lora_rank < 1):
-            raise ArgumentError("q_lora_rank", "null or a positive integer", repr(self.q_lora_rank))
+        check_fields(self)
+        if self.q_lora_rank is not None:
+            check_int("q_lora_rank", self.q_lora_rank, 1, 2**31 - 1)
+        for token in self.eos_tokens:
+            check_int("eos_token_id", token, 0, self.vocab_size - 1)
         if self.qk_rope_head_dim % 2:
             raise ArgumentError("qk_rope_head_dim", "an even number", self.qk_rope_head_dim)
 
     @property
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def eos_tokens(self) -> list[int]:
+        if self.eos_token_id is None:
+            return []
+        return self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
 
     @property
     def softmax_scale(self) -> float:
@@ -72,6 +73,7 @@ class ModelConfig:
             raise ArgumentError("model_type", "deepseek_v3", raw.get("model_type"))
         values = {f.name: raw[f.name] for f in fields(cls) if raw.get(f.name) is not None}
         rope = raw.get("rope_parameters") or {}
+        check_type("rope_parameters", rope, dict, "an object")
         values.setdefault("rope_theta", rope.get("rope_theta", cls.rope_theta))
         for field in fields(cls):
             if field.default is MISSING and field.name not in values:
@@ -111,6 +113,7 @@ def _refuse_what_is_not_computed(raw: dict[str, Any], rope: dict[str, Any], conf
 
 def resolve(name: str | Path) -> Path:
     """The directory of a packaged model ("tiny") or of a path that holds a config.json. ArgumentError otherwise."""
+    check_type("model", name, (str, os.PathLike), f"one of {sorted(PACKAGED)} or a directory")
     path = PACKAGED.get(str(name), Path(name))
     try:
         found = (path / "config.json").is_file()
@@ -123,35 +126,28 @@ def resolve(name: str | Path) -> Path:
 
 def load_config(path: str | Path) -> ModelConfig:
     """The config.json of a packaged model or a directory. Raises ArgumentError naming what is not computed here."""
-    try:
-        raw = json.loads((resolve(path) / "config.json").read_text())
-    except ValueError as error:
-        raise ArgumentError("config.json", "JSON", error) from None
-    if not isinstance(raw, dict):
-        raise ArgumentError("config.json", "an object", type(raw).__name__)
-    return ModelConfig.from_dict(raw)
+    return ModelConfig.from_dict(read_object(resolve(path) / "config.json", "config.json"))
 
 
-def load_checkpoint(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Config and tensors by name (stored dtype, CPU) from one safetensors file or from a sharded set with its index.
+def find_checkpoint(path: str | Path) -> tuple[ModelConfig, Places]:
+    """Config, and the file of every tensor, checked without reading weights: cheap however large the model is.
 
     Raises ArgumentError when the config asks for something not computed here, when there is no safetensors file
     (.bin and .pt are pickles and are not read), and when a shard, a tensor or a shape is missing or wrong.
     """
     directory, config = resolve(path), load_config(path)
-    tensors: dict[str, Tensor] = {}
-    for file, names in _files(directory).items():
-        tensors |= _read(directory / file, names)
-    for name, shape in expected_shapes(config).items():
-        if name not in tensors:
-            raise ArgumentError(name, "a tensor in the checkpoint", "none")
-        if tuple(tensors[name].shape) != shape:
-            raise ArgumentError(name, f"shape {shape}", tuple(tensors[name].shape))
-        if tensors[name].dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ArgumentError(name, "float32, bfloat16 or float16", tensors[name].dtype)
-        if not tensors[name].isfinite().all():
-            raise ArgumentError(name, "finite weights", "NaN or infinity")
-    return config, tensors
+    places = find_tensors(directory)
+    check_tensors(places, expected_shapes(config))
+    return config, places
+
+
+def load_checkpoint(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Config and tensors by name (stored dtype, CPU) from one safetensors file or from a sharded set with its index.
+
+    Raises what `find_checkpoint` raises, and ArgumentError for weights that are not finite.
+    """
+    config, places = find_checkpoint(path)
+    return config, read_tensors(places, expected_shapes(config))
 
 
 def save_checkpoint(path: str | Path, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
@@ -196,31 +192,3 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
     return shapes
-
-
-def _files(directory: Path) -> dict[str, list[str] | None]:
-    if (directory / INDEX).is_file():
-        shards: dict[str, list[str] | None] = {}
-        for name, file in json.loads((directory / INDEX).read_text())["weight_map"].items():
-            if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ArgumentError(INDEX, "safetensors files in the checkpoint's own directory", file)
-            names = shards.setdefault(file, [])
-            assert names is not None
-            names.append(name)
-        return shards
-    if (directory / SINGLE).is_file():
-        return {SINGLE: None}
-    found = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
-    raise ArgumentError("model", f"{SINGLE} or {INDEX} in {directory}", found or "no weights")
-
-
-def _read(file: Path, names: list[str] | None) -> dict[str, Tensor]:
-    try:
-        with safe_open(str(file), framework="pt") as shard:
-            have = set(shard.keys())
-            for name in names or ():
-                if name not in have:
-                    raise ArgumentError(name, f"a tensor in {file.name}", "none")
-            return {name: shard.get_tensor(name) for name in (names or have)}
-    except (OSError, SafetensorError) as error:
-        raise ArgumentError(file.name, "a readable safetensors file", error) from None

@@ -9,17 +9,18 @@ Logits come from the target's tied head.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import cast
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tpverify.errors import ArgumentError
-from tpverify.model.checkpoint import save_tensors
+from tpverify.config import MAX_DEPTH, check_int
+from tpverify.errors import ArgumentError, describe
+from tpverify.model.checkpoint import ModelConfig, save_tensors
+from tpverify.model.files import Places, check_fields, check_tensors, find_tensors, read_object, read_tensors
 from tpverify.ops import gemm
 
 
@@ -38,14 +39,58 @@ class DrafterConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
 
+    def __post_init__(self) -> None:
+        check_fields(self, "drafter/")
+        check_int("drafter/block_size", self.block_size, 2, MAX_DEPTH + 1)
+        if self.head_dim % 2:
+            raise ArgumentError("drafter/head_dim", "an even number", self.head_dim)
+        if not self.feature_layers:
+            raise ArgumentError("drafter/feature_layers", "one layer or more", "none")
+        for layer in self.feature_layers:
+            check_int("drafter/feature_layers", layer, 1, 2**31 - 1)
+
     @classmethod
     def read(cls, path: str | Path) -> DrafterConfig | None:
-        """The config of the drafter in `path`/drafter; None where there is none."""
+        """The config of the drafter in `path`/drafter; None where there is none. Raises ArgumentError."""
         file = Path(path) / "drafter" / "config.json"
         if not file.is_file():
             return None
-        raw = json.loads(file.read_text())
-        return cls(**raw | {"feature_layers": tuple(raw["feature_layers"])})
+        raw = read_object(file, "drafter/config.json")
+        unknown = sorted(raw.keys() - {field.name for field in fields(cls)})
+        if unknown:
+            raise ArgumentError("drafter/config.json", "the fields of a DrafterConfig", unknown[0])
+        layers = raw.get("feature_layers", list(cls.feature_layers))
+        if not isinstance(layers, list):
+            raise ArgumentError("drafter/feature_layers", "a list of layers", describe(layers))
+        return cls(**raw | {"feature_layers": tuple(layers)})
+
+
+def find_drafter(path: str | Path, target: ModelConfig) -> DrafterConfig | None:
+    """The config of the drafter in `path`/drafter, None where there is none; its weights are looked at, not read.
+
+    Raises ArgumentError when the files do not fit each other or the target.
+    """
+    config = DrafterConfig.read(path)
+    if config is None:
+        return None
+    if config.hidden_size != target.hidden_size:
+        raise ArgumentError("drafter/hidden_size", f"the model's, {target.hidden_size}", config.hidden_size)
+    if max(config.feature_layers) > target.num_hidden_layers:
+        limit = f"layers from 1 to {target.num_hidden_layers}"
+        raise ArgumentError("drafter/feature_layers", limit, list(config.feature_layers))
+    with torch.device("meta"):
+        _find_weights(path, Drafter(config, torch.empty(target.vocab_size, target.hidden_size)))
+    return config
+
+
+def _find_weights(path: str | Path, drafter: Drafter) -> tuple[Places, dict[str, tuple[int, ...]]]:
+    """The file and the shape of each of its parameters. Raises ArgumentError for a missing, odd or further tensor."""
+    places = find_tensors(Path(path) / "drafter")
+    shapes = {name: tuple(parameter.shape) for name, parameter in drafter.state_dict().items()}
+    check_tensors(places, shapes, "drafter/")
+    if further := sorted(places.keys() - shapes.keys()):
+        raise ArgumentError(f"drafter/{further[0]}", "no such tensor", "one")
+    return places, shapes
 
 
 class Drafter(nn.Module):
@@ -72,20 +117,14 @@ class Drafter(nn.Module):
 
         Raises ArgumentError when the files are absent or do not fit each other or the embedding.
         """
-        directory = Path(path) / "drafter"
         config = DrafterConfig.read(path)
         if config is None:
             raise ArgumentError("drafter", "drafter/config.json beside the model", str(path))
         if embed.ndim != 2 or embed.shape[1] != config.hidden_size:
             raise ArgumentError("embed", f"shape [vocab, {config.hidden_size}]", list(embed.shape))
         drafter = cls(config, embed.float())
-        tensors = {name: t.float() for name, t in load_file(str(directory / "model.safetensors")).items()}
-        wanted = {name: list(t.shape) for name, t in drafter.state_dict().items()}
-        got = {name: list(t.shape) for name, t in tensors.items()}
-        if wanted != got:
-            odd = sorted(n for n in wanted.keys() | got.keys() if wanted.get(n) != got.get(n))[0]
-            raise ArgumentError(f"drafter/{odd}", wanted.get(odd, "no such tensor"), got.get(odd, "none"))
-        drafter.load_state_dict(tensors)
+        tensors = read_tensors(*_find_weights(path, drafter))
+        drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
         for layer in drafter.modules():
             if isinstance(layer, nn.Linear):
                 layer.weight.data = gemm.by_input(layer.weight.data)
