@@ -27,6 +27,7 @@ EXAMPLES = {
   ray job submit --working-dir . -- python -m tpverify.jobs.parity --tp 8      see cluster/README.md""",
     "bench": """examples:
   tpverify bench                                  all of bench/
+  tpverify bench verify                           the verify kernel beside its peers, on a GPU
   tpverify bench step --json""",
     "doctor": """examples:
   tpverify doctor
