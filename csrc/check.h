@@ -6,6 +6,10 @@
 
 namespace tpv {
 
+// Returns from the calling function unless `expression` is TPV_OK.
+#define TPV_TRY(expression) \
+  if (const tpv_status status = (expression); status != TPV_OK) return status
+
 inline tpv_status check_range(const char* name, int64_t value, int64_t low, int64_t high) {
   if (value >= low && value <= high) return TPV_OK;
   return fail(TPV_INVALID_ARGUMENT, "%s: expected %lld..%lld, got %lld", name, (long long)low, (long long)high, (long long)value);
@@ -27,8 +31,20 @@ inline tpv_status check_cuda(const char* what, cudaError_t error) {
   return fail(TPV_CUDA_ERROR, "%s: %s", what, cudaGetErrorString(error));
 }
 
-// Returns from the calling function unless `expression` is TPV_OK.
-#define TPV_TRY(expression) \
-  if (const tpv_status status = (expression); status != TPV_OK) return status
+// Memory of the current device. What needs no driver should be checked before.
+inline tpv_status check_device_memory(std::initializer_list<Pointer> pointers) {
+  int device;
+  TPV_TRY(check_cuda("current device", cudaGetDevice(&device)));
+  for (const Pointer& p : pointers) {
+    cudaPointerAttributes found;
+    TPV_TRY(check_cuda(p.name, cudaPointerGetAttributes(&found, p.value)));
+    if (found.type == cudaMemoryTypeManaged) continue;
+    if (found.type != cudaMemoryTypeDevice)
+      return fail(TPV_INVALID_ARGUMENT, "%s: expected memory of device %d, got host memory", p.name, device);
+    if (found.device != device)
+      return fail(TPV_INVALID_ARGUMENT, "%s: expected memory of device %d, got memory of device %d", p.name, device, found.device);
+  }
+  return TPV_OK;
+}
 
 }  // namespace tpv

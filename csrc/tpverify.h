@@ -108,14 +108,24 @@ TPV_API tpv_status tpv_accept_sampled(tpv_accept_sampled_params* params);
 
 /* ---- Verify attention (libtpverify_cuda.so) ---------------------------------------------------------------------- */
 
-/* Tree-masked MLA attention over a paged latent pool in bfloat16, one row a slot: 512 latent, then 64 rope. Node i of a
- * request sees all of its prefix, its ancestors and itself.
+/* Tree-masked MLA attention over a paged latent pool, one row a slot: 512 latent, then 64 rope. Node i of a request sees
+ * all of its prefix, its ancestors and itself.
  *
  * Plan once a step, run once a layer. Both only launch on `stream`, a cudaStream_t of the current device: they neither
  * allocate nor synchronise, and may be captured in a CUDA graph. A replay reads the tables anew, so they may be rewritten
- * in place for other lengths, trees and batches, up to what was captured. Pointers are device memory. */
+ * in place for other lengths, trees and batches, within the limits that were captured. Pointers are memory of the current
+ * device; what needs no driver is checked before anything that does. */
 
 #define TPV_MAX_HEADS 128
+
+typedef enum tpv_dtype { TPV_BFLOAT16 = 1, TPV_FLOAT32 = 2 } tpv_dtype;
+
+/* TPV_FLASH is what serves. The two below it need no plan and no workspace: they are what it is tested against. */
+typedef enum tpv_kernel {
+    TPV_FLASH = 0,       /* bfloat16, products in fp32; split over all multiprocessors */
+    TPV_FLASH_FP32 = 1,  /* float32; one block for a node and eight heads */
+    TPV_NAIVE = 2        /* float32; one block for a node and a head, scores twice and no rescaling */
+} tpv_kernel;
 
 /* Compute capabilities that the library holds kernels for, as "90,120". */
 TPV_API const char* tpv_cuda_archs(void);
@@ -141,7 +151,8 @@ typedef struct tpv_verify_workspace_params {
 
 TPV_API tpv_status tpv_verify_workspace_size(tpv_verify_workspace_params* params);
 
-/* The requests of a step. Rows of q, out and lse and the words lie request after request, without gaps. */
+/* The requests of a step. Rows of q, out and lse and the words lie request after request, without gaps. What the tables
+ * hold is the caller's word: slots within the pool, lengths within the limits. */
 typedef struct tpv_verify_requests {
     const int32_t* slots;          /* [sum of tokens]: a request's prefix slots in position order, then its tree slots */
     const int32_t* slot_begin;     /* [batch]: where its slots start */
@@ -150,8 +161,9 @@ typedef struct tpv_verify_requests {
     const int32_t* node_begin;     /* [batch]: its first node among those of all */
     const int32_t* word_begin;     /* [batch]: its first ancestor word */
     const uint64_t* words;         /* [sum of n * ceil(n / 64)]: bit j of row i, node i sees node j */
-    int32_t batch;
-    int32_t reserved;              /* 0 */
+    int32_t batch;                 /* entries of the tables, 1..4096 */
+    int32_t max_nodes;             /* of one request, 1..TPV_MAX_NODES */
+    int64_t max_tokens;            /* of all prefixes */
 } tpv_verify_requests;
 
 typedef struct tpv_verify_plan_params {
@@ -159,7 +171,7 @@ typedef struct tpv_verify_plan_params {
     tpv_verify_split split;
     tpv_verify_requests requests;
     void* workspace;  /* 256-byte aligned */
-    uint64_t workspace_bytes;  /* as tpv_verify_workspace_size says for limits that the requests respect */
+    uint64_t workspace_bytes;  /* at least what tpv_verify_workspace_size says for the requests' limits */
     void* stream;
 } tpv_verify_plan_params;
 
@@ -167,14 +179,16 @@ TPV_API tpv_status tpv_verify_plan(const tpv_verify_plan_params* params);
 
 typedef struct tpv_verify_run_params {
     uint64_t struct_size;
-    tpv_verify_split split;        /* as planned */
+    tpv_verify_split split;        /* as planned; without a plan only its heads count */
     tpv_verify_requests requests;  /* as planned */
-    void* workspace;               /* as planned */
+    void* workspace;               /* as planned; not read without a plan */
     uint64_t workspace_bytes;
     void* stream;
-    const void* q;   /* bf16 [nodes, heads, 576], strides even, 4-byte aligned */
-    const void* kv;  /* bf16 [slots, 576], stride a multiple of 8, 16-byte aligned */
-    void* out;       /* bf16 [out_nodes, heads, 512], strides multiples of 4, 8-byte aligned */
+    int32_t kernel;  /* tpv_kernel */
+    int32_t dtype;   /* tpv_dtype of q, kv and out: the kernel's */
+    const void* q;   /* [nodes, heads, 576], 4-byte aligned, strides multiples of 4 bytes */
+    const void* kv;  /* [slots, 576], 16-byte aligned, stride a multiple of 16 bytes */
+    void* out;       /* [out_nodes, heads, 512], 8-byte aligned, strides multiples of 8 bytes */
     float* lse;      /* [out_nodes, heads], natural log */
     int64_t q_stride_node, q_stride_head, kv_stride_slot;           /* in elements */
     int64_t out_stride_node, out_stride_head, lse_stride_node;      /* in elements; heads of lse lie side by side */
@@ -183,6 +197,33 @@ typedef struct tpv_verify_run_params {
 } tpv_verify_run_params;
 
 TPV_API tpv_status tpv_verify_run(const tpv_verify_run_params* params);
+
+/* ---- Moving rows (libtpverify_cuda.so) --------------------------------------------------------------------------- */
+
+/* Row src[i] goes to row dst[i], in every layer, for all i at once: no dst may be a src or another dst. One launch on
+ * `stream`; nothing is allocated or synchronised.
+ *
+ * The hash of a row depends on its bytes alone: with w_0, w_1, ... its little-endian 64-bit words, it is the sum, modulo
+ * 2^64, of the i-th output (from 0) of SplitMix64 seeded with w_i:
+ *     z = w_i + (i + 1) * 0x9E3779B97F4A7C15
+ *     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9
+ *     z = (z ^ z >> 27) * 0x94D049BB133111EB
+ *     z ^ z >> 31 */
+typedef struct tpv_move_rows_params {
+    uint64_t struct_size;
+    void* stream;
+    void* pool;            /* [layers, slots, row_bytes], 16-byte aligned */
+    int64_t layer_stride;  /* in bytes, as the next two; multiples of 16 */
+    int64_t slot_stride;   /* at least row_bytes */
+    int64_t row_bytes;     /* 16 to 2^20 */
+    const int32_t* src;    /* [count] slots */
+    const int32_t* dst;    /* [count] slots */
+    uint64_t* hashes;      /* out [layers, count]: of each row moved; may be NULL */
+    int32_t layers;        /* 1..65535 */
+    int32_t count;         /* moves, at least 1 */
+} tpv_move_rows_params;
+
+TPV_API tpv_status tpv_move_rows(const tpv_move_rows_params* params);
 
 #ifdef __cplusplus
 }

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -216,7 +217,13 @@ MIRRORS = {
     "tpv_verify_workspace_params": cuda.VerifyWorkspaceParams,
     "tpv_verify_plan_params": cuda.VerifyPlanParams,
     "tpv_verify_run_params": cuda.VerifyRunParams,
+    "tpv_move_rows_params": cuda.MoveRowsParams,
 }
+
+
+def test_every_struct_of_the_header_has_a_mirror():
+    header = (ROOT / "csrc/tpverify.h").read_text()
+    assert set(re.findall(r"^} (tpv_\w+);", header, re.M)) - {"tpv_status", "tpv_dtype", "tpv_kernel"} == set(MIRRORS)
 
 
 @needs_compiler

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 ARCHS = ("sm_90", "sm_120")
 SHARED_LIMIT, REGISTERS = 101_376, 65_536
+DYNAMIC = {"verify/flash_fp32.cu": 91_136}  # shared memory asked for at launch; flash_traits.h says it of the rest
 FLASH = {16: "1, 1", 32: "1, 2", 64: "2, 2"}
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="NOT run: no nvcc")
@@ -21,7 +22,7 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="NOT run: n
 def option(source):
     """What CMakeLists.txt adds for a flash kernel."""
     (flag,) = re.findall(r"COMPILE_OPTIONS (\S+)\)", (CSRC / "CMakeLists.txt").read_text())
-    return [flag] if source.startswith("verify/flash_") else []
+    return [flag] if re.match(r"verify/flash_\d", source) else []
 
 
 def compile_kernel(source, arch, folder):
@@ -61,7 +62,9 @@ def traits(tmp_path_factory):
 
 @needs_nvcc
 def test_kernels_fit_both_architectures(traits, tmp_path, capsys):
-    sources = ["verify/planner.cu", "verify/combine.cu", *(f"verify/flash_{rows}.cu" for rows in FLASH)]
+    flash = [f"verify/flash_{rows}.cu" for rows in FLASH]
+    ladder = ["verify/naive.cu", "verify/flash_fp32.cu"]
+    sources = ["verify/planner.cu", "verify/combine.cu", "kv/move.cu", *ladder, *flash]
     jobs = [(source, arch) for source in sources for arch in ARCHS]
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda job: compile_kernel(*job, tmp_path), jobs))
@@ -70,7 +73,7 @@ def test_kernels_fit_both_architectures(traits, tmp_path, capsys):
         assert kernels, source
         for name, (registers, spills, stack, static) in kernels.items():
             tile = re.search(r"flash_(\d+)", source)
-            threads, shared = traits[int(tile[1])] if tile else (256, static)
+            threads, shared = traits[int(tile[1])] if tile else (256, static + DYNAMIC.get(source, 0))
             rows.append(f"{source:22} {arch:7} {registers:4} x {threads:3} {spills:4} {stack:4} {shared:7}")
             allocated = -(-registers // 8) * 8 * threads
             if spills or stack or shared > SHARED_LIMIT or allocated > REGISTERS:

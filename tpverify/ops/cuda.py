@@ -16,6 +16,9 @@ from tpverify.errors import ArgumentError
 CUDA_LIBRARY = "libtpverify_cuda.so"
 MAX_HEADS = 128
 TILE_ROWS = (16, 32, 64)  # rows (node x heads + head) that a block of the kernel takes
+KERNELS = {"cuda": 0, "cuda_fp32": 1, "cuda_naive": 2}  # tpv_kernel by backend; only the first takes a plan
+DTYPES = {"cuda": torch.bfloat16, "cuda_fp32": torch.float32, "cuda_naive": torch.float32}  # that they take
+DTYPE_CODES = {torch.bfloat16: 1, torch.float32: 2}  # tpv_dtype
 SPLIT_HEADS = 8  # splits are chosen for this many heads, whatever a rank has: tp 1 to 8 then agree bit for bit
 
 _i32, _i64, _u64, _f32, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float, ctypes.c_void_p
@@ -38,7 +41,7 @@ class VerifyWorkspaceParams(ctypes.Structure):
 class VerifyRequests(ctypes.Structure):
     _fields_ = [
         ("slots", _ptr), ("slot_begin", _ptr), ("prefix_len", _ptr), ("nodes", _ptr), ("node_begin", _ptr),
-        ("word_begin", _ptr), ("words", _ptr), ("batch", _i32), ("reserved", _i32),
+        ("word_begin", _ptr), ("words", _ptr), ("batch", _i32), ("max_nodes", _i32), ("max_tokens", _i64),
     ]  # fmt: skip
 
 
@@ -52,9 +55,17 @@ class VerifyPlanParams(ctypes.Structure):
 class VerifyRunParams(ctypes.Structure):
     _fields_ = [
         ("struct_size", _u64), ("split", VerifySplit), ("requests", VerifyRequests), ("workspace", _ptr),
-        ("workspace_bytes", _u64), ("stream", _ptr), ("q", _ptr), ("kv", _ptr), ("out", _ptr), ("lse", _ptr),
-        ("q_stride_node", _i64), ("q_stride_head", _i64), ("kv_stride_slot", _i64), ("out_stride_node", _i64),
-        ("out_stride_head", _i64), ("lse_stride_node", _i64), ("out_nodes", _i32), ("softmax_scale", _f32),
+        ("workspace_bytes", _u64), ("stream", _ptr), ("kernel", _i32), ("dtype", _i32), ("q", _ptr), ("kv", _ptr),
+        ("out", _ptr), ("lse", _ptr), ("q_stride_node", _i64), ("q_stride_head", _i64), ("kv_stride_slot", _i64),
+        ("out_stride_node", _i64), ("out_stride_head", _i64), ("lse_stride_node", _i64), ("out_nodes", _i32),
+        ("softmax_scale", _f32),
+    ]  # fmt: skip
+
+
+class MoveRowsParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("stream", _ptr), ("pool", _ptr), ("layer_stride", _i64), ("slot_stride", _i64),
+        ("row_bytes", _i64), ("src", _ptr), ("dst", _ptr), ("hashes", _ptr), ("layers", _i32), ("count", _i32),
     ]  # fmt: skip
 
 
@@ -62,6 +73,7 @@ FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tpv_verify_workspace_size": VerifyWorkspaceParams,
     "tpv_verify_plan": VerifyPlanParams,
     "tpv_verify_run": VerifyRunParams,
+    "tpv_move_rows": MoveRowsParams,
 }
 
 
@@ -132,7 +144,8 @@ class Request:
 class CudaPlan:
     """A step's requests in device buffers of fixed addresses, so that captured runs can be replayed for other steps.
 
-    Limits as of VerifyPlan. Everything is allocated here, in bytes of the order of 50 MB for 8 heads and 400 MB for 64.
+    Limits as of VerifyPlan; kernel one of KERNELS. Everything is allocated here: for "cuda" a workspace of the order of
+    50 MB for 8 heads and 400 MB for 64.
     """
 
     def __init__(
@@ -143,17 +156,23 @@ class CudaPlan:
         max_tokens: int,
         device: torch.device,
         batch_invariant: bool,
+        kernel: str = "cuda",
     ) -> None:
         if not 1 <= heads <= MAX_HEADS:
             raise ArgumentError("heads", f"1 to {MAX_HEADS} on CUDA", heads)
-        self.heads, self.max_batch, self.batch_invariant, self.device = heads, max_batch, batch_invariant, device
+        self.heads, self.max_batch, self.max_nodes, self.max_tokens = heads, max_batch, max_nodes, max_tokens
+        self.device, self.batch_invariant, self.kernel = device, batch_invariant, kernel
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._slots = torch.empty(max_tokens + max_batch * max_nodes, dtype=torch.int32, device=device)
         self._counts = torch.zeros(5, max_batch, dtype=torch.int32, device=device)
         self._words = torch.empty(max_batch * max_nodes * -(-max_nodes // 64), dtype=torch.int64, device=device)
-        with torch.cuda.device(device):
-            size = max(self._workspace_bytes(a, b, max_nodes, max_tokens) for a in TILE_ROWS for b in TILE_ROWS)
+        size = 0
+        if kernel == "cuda":
+            with torch.cuda.device(device):
+                size = max(self._workspace_bytes(a, b) for a in TILE_ROWS for b in TILE_ROWS)
         self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        tables = [tensor.data_ptr() for tensor in (self._slots, *self._counts, self._words)]
+        self._tables = VerifyRequests(*tables, max_batch, max_nodes, max_tokens)
         self._split = self._split_of(16, 16)
         self._captured_nodes: int | None = None
         self.nodes = 0
@@ -161,11 +180,9 @@ class CudaPlan:
     def _split_of(self, tile_rows: int, split_tile_rows: int) -> VerifySplit:
         return VerifySplit(self.heads, tile_rows, SPLIT_HEADS, split_tile_rows, self.batch_invariant)
 
-    def _workspace_bytes(self, tile_rows: int, split_tile_rows: int, max_nodes: int, max_tokens: int) -> int:
-        split = self._split_of(tile_rows, split_tile_rows)
-        params = VerifyWorkspaceParams(
-            split=split, max_batch=self.max_batch, max_nodes=max_nodes, max_tokens=max_tokens
-        )
+    def _workspace_bytes(self, tile_rows: int, split_tile_rows: int) -> int:
+        limits = {"max_batch": self.max_batch, "max_nodes": self.max_nodes, "max_tokens": self.max_tokens}
+        params = VerifyWorkspaceParams(split=self._split_of(tile_rows, split_tile_rows), **limits)
         call("tpv_verify_workspace_size", params)
         return params.bytes
 
@@ -180,35 +197,37 @@ class CudaPlan:
         if self._captured_nodes is None:
             rows = choose_tile_rows(lengths, self.heads, self._multiprocessors)
         self._split = self._split_of(rows, choose_tile_rows(lengths, SPLIT_HEADS, self._multiprocessors))
-        nodes = np.array([n for _, n in lengths], np.int64)
-        prefixes = np.array([s for s, _ in lengths], np.int64)
+        with torch.cuda.device(self.device):
+            self._upload(requests, np.array(lengths, np.int64).reshape(-1, 2))
+            if self.kernel == "cuda":
+                call("tpv_verify_plan", VerifyPlanParams(**self._common()))
+        self.nodes = total
+
+    def _upload(self, requests: Sequence[Request], lengths: np.ndarray) -> None:
+        """lengths int64 [batch, 2]: prefix and nodes."""
+        prefixes, nodes = lengths.T
         counts = np.zeros((5, self.max_batch), np.int32)
         counts[:, : len(lengths)] = np.stack(
             [_begins(prefixes + nodes), prefixes, nodes, _begins(nodes), _begins(nodes * -(-nodes // 64))]
         )
-        with torch.cuda.device(self.device):
-            self._counts.copy_(torch.from_numpy(counts))
-            if requests:
-                slots = torch.cat([slots.to(torch.int32) for r in requests for slots in (r.prefix, r.tree)])
-                self._slots[: len(slots)].copy_(slots)
-                words = np.concatenate([np.ascontiguousarray(r.words).reshape(-1) for r in requests]).view(np.int64)
-                self._words[: len(words)].copy_(torch.from_numpy(words))
-            call("tpv_verify_plan", VerifyPlanParams(**self._common()))
-        self.nodes = total
+        self._counts.copy_(torch.from_numpy(counts))
+        if requests:
+            slots = torch.cat([slots.to(self.device, torch.int32) for r in requests for slots in (r.prefix, r.tree)])
+            self._slots[: len(slots)].copy_(slots)
+            words = np.concatenate([np.ascontiguousarray(r.words).reshape(-1) for r in requests]).view(np.int64)
+            self._words[: len(words)].copy_(torch.from_numpy(words))
 
     def _common(self) -> dict[str, Any]:
-        rows = [row.data_ptr() for row in self._counts]
-        requests = VerifyRequests(self._slots.data_ptr(), *rows, self._words.data_ptr(), self.max_batch)
         return {
             "split": self._split,
-            "requests": requests,
+            "requests": self._tables,
             "workspace": self._workspace.data_ptr(),
             "workspace_bytes": self._workspace.numel(),
             "stream": torch.cuda.current_stream().cuda_stream,
         }
 
     def run(self, q: Tensor, kv_pool: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
-        """Two launches on the current stream, nothing else. Rows of out and lse beyond the nodes get 0 and -inf."""
+        """Launches on the current stream, nothing else. Rows of out and lse beyond the nodes get 0 and -inf."""
         for name, tensor in (("q", q), ("kv_pool", kv_pool), ("out", out), ("lse", lse)):
             if tensor.device != self.device or tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
                 raise ArgumentError(
@@ -221,6 +240,8 @@ class CudaPlan:
                 self._captured_nodes = min(len(out), self._captured_nodes or len(out))
             params = VerifyRunParams(
                 **self._common(),
+                kernel=KERNELS[self.kernel],
+                dtype=DTYPE_CODES[q.dtype],
                 q=q.data_ptr(),
                 kv=kv_pool.data_ptr(),
                 out=out.data_ptr(),
@@ -235,3 +256,22 @@ class CudaPlan:
                 softmax_scale=softmax_scale,
             )
             call("tpv_verify_run", params)
+
+
+def move_rows(pool: Tensor, src: Tensor, dst: Tensor, hashes: Tensor | None) -> None:
+    """One launch on the current stream: pool [layers, slots, row] on CUDA with a dense last axis; beside it src, dst
+    int32 [count] and hashes int64 [layers, count]."""
+    with torch.cuda.device(pool.device):
+        params = MoveRowsParams(
+            stream=torch.cuda.current_stream().cuda_stream,
+            pool=pool.data_ptr(),
+            layer_stride=pool.stride(0) * pool.itemsize,
+            slot_stride=pool.stride(1) * pool.itemsize,
+            row_bytes=pool.shape[2] * pool.itemsize,
+            src=src.data_ptr(),
+            dst=dst.data_ptr(),
+            hashes=None if hashes is None else hashes.data_ptr(),
+            layers=pool.shape[0],
+            count=len(src),
+        )
+        call("tpv_move_rows", params)
