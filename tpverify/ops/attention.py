@@ -1,7 +1,11 @@
-"""Verify attention as callers see it: check everything once, then dispatch to a backend."""
+"""Verify attention as callers see it: check everything once, then dispatch to a backend.
+
+To torch.compile and torch.export the call is one operator over tensors, tpverify::verify_attention: slots and masks are
+data, checked when it runs.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,18 +25,24 @@ ROW_DIM = 576
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
+RequestTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # prefix slots, tree slots, ancestor words, depths
+
+
 @dataclass(frozen=True, eq=False)
 class TreeMask:
     """A tree of n <= 1024 nodes without its tokens: ancestor bits uint64 [n, ceil(n/64)] and depths int32 [n].
 
     Both are kept as read-only copies. Raises ArgumentError unless they are those of a tree in which parents come first:
     a row has its parent's bits and its own, and a depth counts the others' bits.
+    Two torch tensors, words as int64, are taken as they are: so a traced call can have masks among its inputs.
     """
 
-    words: np.ndarray
-    depths: np.ndarray
+    words: np.ndarray | Tensor
+    depths: np.ndarray | Tensor
 
     def __post_init__(self) -> None:
+        if isinstance(self.words, Tensor) and isinstance(self.depths, Tensor):
+            return
         words, depths = as_numpy("words", self.words), int_array("depths", self.depths, 1)
         n = check_int("depths", len(depths), 1, MAX_NODES)
         if words.dtype != np.uint64 or words.shape != (n, -(-n // 64)):
@@ -47,7 +57,7 @@ class TreeMask:
     def __reduce__(self) -> tuple[Any, ...]:
         return TreeMask, (self.words, self.depths)  # copies are read-only too
 
-    def ancestor_words(self) -> np.ndarray:
+    def ancestor_words(self) -> np.ndarray | Tensor:
         return self.words
 
     @staticmethod
@@ -93,6 +103,39 @@ class VerifyRequest:
     prefix_slots: np.ndarray | Tensor
     tree_slots: np.ndarray | Tensor
     tree: DraftTree | TreeMask
+    tensors: RequestTensors | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Makes tensors now, for a traced call cannot; what cannot be one is left to the call, which names it."""
+        try:
+            object.__setattr__(self, "tensors", _make_tensors("request", self))
+        except ArgumentError:
+            object.__setattr__(self, "tensors", None)
+
+
+def _make_tensors(name: str, request: VerifyRequest) -> RequestTensors:
+    check_type(f"{name}.tree", request.tree, (DraftTree, TreeMask), "a DraftTree or a TreeMask")
+    prefix, tree = (
+        slots if isinstance(slots, Tensor) else _make_slots(f"{name}.{part}", slots)
+        for part, slots in (("prefix_slots", request.prefix_slots), ("tree_slots", request.tree_slots))
+    )
+    return prefix, tree, _copy(request.tree.ancestor_words()), _copy(request.tree.depths)
+
+
+def _copy(mask: np.ndarray | Tensor) -> Tensor:
+    """A tensor as it is; an array, which is read-only, copied, with 64-bit words as int64."""
+    if isinstance(mask, Tensor):
+        return mask
+    return torch.from_numpy((mask.view(np.int64) if mask.dtype == np.uint64 else mask).copy())
+
+
+def _make_slots(name: str, slots: np.ndarray) -> Tensor:
+    array = as_numpy(name, slots)
+    if array.ndim != 1 or array.dtype not in (np.int32, np.int64):
+        raise ArgumentError(name, "int32 or int64 [count]", f"{array.dtype} {array.shape}")
+    return torch.from_numpy(
+        array.astype(np.int64)
+    )  # a copy: torch takes no reversed array, and warns of a read-only one
 
 
 @torch.no_grad()
@@ -110,40 +153,73 @@ def verify_attention(
     q [sum of n, heads, 576] float32 or bfloat16, absorbed queries, requests one after another; kv_pool [slots, 576] in
     q's dtype, 512 latent then 64 rope; softmax_scale, any number that float32 can hold, multiplies the scores.
     backend "auto" is the kernel on CUDA tensors (bfloat16, at most 128 heads) and the reference on CPU tensors.
+    "cuda_fp32" and "cuda_naive" take float32: slow kernels, a block a node, that the fast one is tested against.
     Returns out [sum of n, heads, 512] in q's dtype and lse [sum of n, heads] float32, natural log.
-    batch_invariant: a request's bits do not depend on the other requests (the reference always gives that).
-    Raises ArgumentError, a ValueError, for anything else. Inputs may be strided.
+    batch_invariant: a request's bits do not depend on the other requests (the others give that anyway).
+    Raises ArgumentError, a ValueError, for anything else. Inputs may be strided. torch.compile and torch.export take
+    the call with requests made before it, or made of tensors alone.
     """
     check_tensors(q, kv_pool)
-    softmax_scale = check_scale(softmax_scale)
+    scale = check_scale(softmax_scale)
     check_type("batch_invariant", batch_invariant, bool, "a bool")
+    check_choice("backend", backend, BACKENDS)
+    tensors = _tensors_of(requests)
+    prefix, tree, words, depths = ([t[i] for t in tensors] for i in range(4))
+    out = q.new_empty(q.shape[0], q.shape[1], KV_LORA_RANK)
+    lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
+    attend = _operator if torch.compiler.is_compiling() else _attend  # an operator's first call imports the compiler
+    attend(q, kv_pool, prefix, tree, words, depths, out, lse, scale, backend, batch_invariant)
+    return out, lse
+
+
+def _attend(
+    q: Tensor,
+    kv_pool: Tensor,
+    prefix_slots: Sequence[Tensor],
+    tree_slots: Sequence[Tensor],
+    words: Sequence[Tensor],
+    depths: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    backend: str,
+    batch_invariant: bool,
+) -> None:
     require_backend(backend, q.device)
-    checked = check_requests(requests, kv_pool.shape[0])
+    tensors = list(zip(prefix_slots, tree_slots, words, depths, strict=True))
+    checked = _check_all(tensors, kv_pool.shape[0])
     total = sum(request.nodes for request in checked)
     if total != q.shape[0]:
         raise ArgumentError("q", f"{total} rows, the nodes of all requests", tuple(q.shape))
-    out = q.new_empty(total, q.shape[1], KV_LORA_RANK)
-    lse = torch.empty(total, q.shape[1], device=q.device)
-    if q.device.type == "cuda":
-        check_kernel_takes(q)
-        widest = max((request.nodes for request in checked), default=1)
-        tokens = sum(len(request.prefix) for request in checked)
-        plan = cuda.CudaPlan(q.shape[1], max(len(checked), 1), widest, tokens, q.device, batch_invariant)
-        plan.update(checked)
-        plan.run(_dense_rows(q), _dense_rows(kv_pool), out, lse, softmax_scale)
-    else:
+    if q.device.type == "cpu":
         run_reference(q, kv_pool, plan_reference(checked, q.shape[1]), out, lse, softmax_scale)
-    return out, lse
+        return
+    kernel = "cuda" if backend == "auto" else backend
+    check_kernel_takes(q, kernel)
+    widest = max((request.nodes for request in checked), default=1)
+    tokens = sum(len(request.prefix) for request in checked)
+    plan = cuda.CudaPlan(q.shape[1], max(len(checked), 1), widest, tokens, q.device, batch_invariant, kernel)
+    plan.update(checked)
+    plan.run(_dense_rows(q), _dense_rows(kv_pool), out, lse, softmax_scale)
+
+
+_operator = torch.library.custom_op("tpverify::verify_attention", _attend, mutates_args=("out", "lse"))
+
+
+@_operator.register_fake
+def _(q: Tensor, kv_pool: Tensor, prefix_slots: Sequence[Tensor], tree_slots: Sequence[Tensor], *_: object) -> None:
+    torch._check(sum(slots.shape[0] for slots in tree_slots) == q.shape[0], lambda: "q: expected a row a node")
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def check_kernel_takes(q: Tensor) -> None:
-    """Raise ArgumentError unless there is a CUDA kernel for q's dtype and heads."""
-    if q.dtype != torch.bfloat16:
-        raise ArgumentError("q", "bfloat16 on CUDA, no kernel takes another dtype yet", q.dtype)
+def check_kernel_takes(q: Tensor, kernel: str = "cuda") -> None:
+    """Raise ArgumentError unless q has the kernel's dtype, and no more heads than kernels take."""
+    if q.dtype != cuda.DTYPES[kernel]:
+        expected = str(cuda.DTYPES[kernel]).removeprefix("torch.")
+        raise ArgumentError("q", f"{expected} on CUDA with backend {kernel!r}", q.dtype)
     if q.shape[1] > cuda.MAX_HEADS:
         raise ArgumentError("q", f"at most {cuda.MAX_HEADS} heads on CUDA", tuple(q.shape))
 
@@ -160,11 +236,8 @@ def run_reference(
 
 
 def require_backend(backend: str, device: torch.device) -> None:
-    """Raise ArgumentError unless `backend` exists and can run on `device`."""
-    check_choice("backend", backend, BACKENDS)
-    if device.type == "cuda":
-        if backend not in ("auto", "cuda"):
-            raise ArgumentError("backend", "'cuda' or 'auto' on CUDA tensors", repr(backend))
+    """Raise ArgumentError unless `backend`, one of BACKENDS, can run on `device`."""
+    if device.type == "cuda" and backend != "reference":
         if reason := cuda.why_not():
             raise ArgumentError("backend", "CUDA kernels and a GPU for CUDA tensors", reason)
     elif device.type != "cpu" or backend.startswith("cuda"):
@@ -193,31 +266,46 @@ def check_tensors(q: Tensor, kv_pool: Tensor, row_dim: int = ROW_DIM) -> None:
 
 def check_requests(requests: Sequence[VerifyRequest], pool_slots: int) -> list[cuda.Request]:
     """Raises ArgumentError unless every request fits a pool of `pool_slots` rows."""
-    check_type("requests", requests, (list, tuple), "a list of VerifyRequests")
-    return [_check_request(f"requests[{i}]", request, pool_slots) for i, request in enumerate(requests)]
+    return _check_all(_tensors_of(requests), pool_slots)
 
 
 def plan_reference(requests: Sequence[cuda.Request], heads: int) -> list[RequestPlan]:
     return [RequestPlan(r.prefix, r.tree, r.words, r.depths, heads) for r in requests]
 
 
-def _check_request(name: str, request: VerifyRequest, pool_slots: int) -> cuda.Request:
-    check_type(name, request, VerifyRequest, "a VerifyRequest")
-    check_type(f"{name}.tree", request.tree, (DraftTree, TreeMask), "a DraftTree or a TreeMask")
-    prefix = _check_slots(f"{name}.prefix_slots", request.prefix_slots, pool_slots)
-    tree = _check_slots(f"{name}.tree_slots", request.tree_slots, pool_slots)
-    words, depths = request.tree.ancestor_words(), request.tree.depths
-    if len(tree) != len(depths):
-        raise ArgumentError(f"{name}.tree_slots", f"{len(depths)} slots, one a node", len(tree))
-    return cuda.Request(prefix, tree, words, depths)
+def _tensors_of(requests: Sequence[VerifyRequest]) -> list[RequestTensors]:
+    check_type("requests", requests, (list, tuple), "a list of VerifyRequests")
+    for i, request in enumerate(requests):
+        check_type(f"requests[{i}]", request, VerifyRequest, "a VerifyRequest")
+    return [request.tensors or _make_tensors(f"requests[{i}]", request) for i, request in enumerate(requests)]
 
 
-def _check_slots(name: str, slots: np.ndarray | Tensor, pool_slots: int) -> Tensor:
-    array = slots if isinstance(slots, Tensor) else as_numpy(name, slots)
-    if array.ndim != 1 or str(array.dtype).removeprefix("torch.") not in ("int32", "int64"):
-        raise ArgumentError(name, "int32 or int64 [count]", f"{array.dtype} {tuple(array.shape)}")
-    # From numpy a copy: torch takes no reversed array, and warns of a read-only one.
-    tensor = array.long() if isinstance(array, Tensor) else torch.from_numpy(array.astype(np.int64))
-    if len(tensor) and not 0 <= int(tensor.min()) <= int(tensor.max()) < pool_slots:
-        raise ArgumentError(name, f"slots from 0 to {pool_slots - 1}", f"{int(tensor.min())} to {int(tensor.max())}")
-    return tensor
+def _check_all(requests: Sequence[RequestTensors], pool_slots: int) -> list[cuda.Request]:
+    return [_check_request(f"requests[{i}]", *tensors, pool_slots) for i, tensors in enumerate(requests)]
+
+
+def _check_request(
+    name: str, prefix_slots: Tensor, tree_slots: Tensor, words: Tensor, depths: Tensor, pool_slots: int
+) -> cuda.Request:
+    prefix = _check_slots(f"{name}.prefix_slots", prefix_slots, pool_slots)
+    tree = _check_slots(f"{name}.tree_slots", tree_slots, pool_slots)
+    n = len(depths) if depths.dim() == 1 else 0
+    if not 1 <= n <= MAX_NODES or depths.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"{name}.tree", f"int32 depths of 1 to {MAX_NODES} nodes", _describe(depths))
+    if words.dtype != torch.int64 or tuple(words.shape) != (n, -(-n // 64)):
+        raise ArgumentError(f"{name}.tree", f"int64 words [{n}, {-(-n // 64)}]", _describe(words))
+    if len(tree) != n:
+        raise ArgumentError(f"{name}.tree_slots", f"{n} slots, one a node", len(tree))
+    return cuda.Request(prefix, tree, words.cpu().numpy().view(np.uint64), depths.cpu().numpy())
+
+
+def _check_slots(name: str, slots: Tensor, pool_slots: int) -> Tensor:
+    if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(name, "int32 or int64 [count]", _describe(slots))
+    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < pool_slots:
+        raise ArgumentError(name, f"slots from 0 to {pool_slots - 1}", f"{int(slots.min())} to {int(slots.max())}")
+    return slots.long()
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"

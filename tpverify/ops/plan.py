@@ -1,5 +1,7 @@
 """A verify call that is prepared once a step and run once a layer."""
 
+import itertools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +35,7 @@ class VerifyPlan:
 
     On a CUDA device run() only launches, so it may be captured in a CUDA graph. Capture it with as many rows of q, out
     and lse as any later step has nodes; a replay then computes what the last update() gave, and rows beyond the step's
-    nodes get out 0 and lse -inf.
+    nodes get out 0 and lse -inf. torch.compile takes run() as one operator on this plan, whatever the step.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class VerifyPlan:
         self.max_nodes = check_int("max_nodes", max_nodes, 1, MAX_NODES)
         self.max_tokens = check_int("max_tokens", max_tokens, 0, 2**31 - 1)
         self.device = device = _device(device)
+        self._id = next(_ids)
+        _living[self._id] = self
         self._plans: list[RequestPlan] = []
         self._nodes, self._top_slot = 0, -1
         self._cuda: CudaPlan | None = None
@@ -88,9 +92,15 @@ class VerifyPlan:
         q [N, heads, row_dim] with N the nodes of all requests, one after another (on CUDA N may be larger); kv_pool
         [slots, row_dim].
         """
+        scale = check_scale(softmax_scale)
+        if torch.compiler.is_compiling():
+            _run_plan(self._id, q, kv_pool, out, lse, scale)
+        else:
+            self._run(q, kv_pool, out, lse, scale)
+
+    def _run(self, q: Tensor, kv_pool: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
         geometry, nodes = self.geometry, self._nodes
         check_tensors(q, kv_pool, geometry.row_dim)
-        softmax_scale = check_scale(softmax_scale)
         if self._cuda:
             check_kernel_takes(q)
             nodes = max(nodes, len(q))
@@ -126,3 +136,20 @@ def _device(device: str | torch.device) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ArgumentError("device", f"one of {torch.cuda.device_count()} GPUs", describe(device))
     return torch.device("cuda", index)
+
+
+_ids = itertools.count()
+_living: weakref.WeakValueDictionary[int, VerifyPlan] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("tpverify::run_plan", mutates_args=("out", "lse"))
+def _run_plan(plan: int, q: Tensor, kv_pool: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
+    """A compiled graph holds no object but tensors: it names the plan by number."""
+    if plan not in _living:
+        raise ArgumentError("plan", "a VerifyPlan of this process that still exists", plan)
+    _living[plan]._run(q, kv_pool, out, lse, softmax_scale)
+
+
+@_run_plan.register_fake
+def _(plan: int, q: Tensor, kv_pool: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
+    torch._check(out.shape[0] == q.shape[0] == lse.shape[0], lambda: "out, lse: expected a row for each of q")
