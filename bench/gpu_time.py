@@ -19,7 +19,7 @@ class GpuTimer:
 
     def __init__(self) -> None:
         cache = torch.cuda.get_device_properties(0).L2_cache_size
-        self._other = torch.zeros(max(8 * cache, 1 << 29) // 4, dtype=torch.int32, device="cuda")
+        self._other = torch.zeros(max(16 * cache, 1 << 30) // 4, device="cuda")
 
     def __call__(self, run: Callable[[], object]) -> float:
         """Median microseconds of one run."""
@@ -40,7 +40,7 @@ class GpuTimer:
         """Median microseconds of each kernel whose name contains one of `names`, by CUPTI; without the gaps between."""
         run()
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             for _ in range(REPEATS):
                 self._other.sum()
                 run()

@@ -1,6 +1,7 @@
 """What is said of GPUs rests on files that the GPU suite wrote, for the kernels that this checkout builds."""
 
 import copy
+import json
 import re
 import shutil
 import subprocess
@@ -120,6 +121,29 @@ def test_outcomes_are_read_from_a_junit_report() -> None:
         "test_a::test_z": "skipped",
         "test_a::test_w": "failed",
     }
+
+
+def test_the_suite_writes_what_the_check_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a made-up build, tests and bench."""
+    made = recorded()
+    bench = {name: made[name] for name in ("gpu", "peers", "rows", "ladder", "plan_us")}
+    for module, name, value in (
+        (cubins, "build_library", tmp_path / "library"),
+        (cubins, "toolkit", made["toolkit"]),
+        (cubins, "hashes", made["cubins"]),
+        (cubins, "tile_loops", {}),
+        (suite, "run_tests", made["tests"]),
+        (suite, "run_bench", bench),
+        (evidence, "sources", NOW),
+        (evidence, "gpu_tests", TESTS),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    monkeypatch.setattr(sys, "argv", ["suite.py", "--results", str(tmp_path)])
+    assert suite.main() == 0
+    assert json.loads((tmp_path / "gpu-x.json").read_text()) == made
+    monkeypatch.setattr(suite, "run_tests", lambda *_: {"test_verify_cuda::test_heads[8]": "failed"})
+    assert suite.main() == 1
+    assert json.loads((tmp_path / "gpu-x.json").read_text())["tests"] == {"test_verify_cuda::test_heads[8]": "failed"}
 
 
 def test_the_suite_has_gpu_tests_to_run() -> None:

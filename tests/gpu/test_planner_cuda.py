@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(missing is not None, reason=f"
 CSRC = Path(__file__).parents[2] / "csrc"
 MULTIPROCESSORS = (132, 188)  # H200, RTX PRO 6000
 ITEM_COST = 4.0  # tiles: what starting an item costs, beside its own
-ROOM = 1 << 17  # items and merges
+ROOM = 1 << 18  # items and merges
 
 ENTRY = """
 #include "verify/planner.h"
