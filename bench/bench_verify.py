@@ -28,6 +28,16 @@ from tpverify.ops.plan import VerifyPlan
 
 LADDER = {"cuda_naive": "naive", "cuda_fp32": "flash_fp32"}  # backend: part of the kernel's name
 LADDER_SHAPES = (Shape(4096, 8), Shape(32_768, 8))
+# Goals in us, shape by shape: what must be reached on an H200, and what would be more.
+BARS = (
+    *(11.5, 13.5, 17, 21, 27), *(25, 31, 40, 60, 102), *(72, 84, 140, 255, 500),
+    *(42, 60, 108), *(112, 200), *(60, 290, 560),
+)  # fmt: skip
+STRETCH = (
+    *(10, 12, 13, 15, 20), *(22, 25, 30, 48, 86), *(66, 72, 118, 215, 420),
+    *(36, 50, 88), *(None, None), *(None, None, None),
+)  # fmt: skip
+GOALS = {shape.name: goals for shape, goals in zip(SHAPES, zip(BARS, STRETCH, strict=True), strict=True)}
 MANY = Shape(8192, 16, batch=64)  # for the planner's time
 KERNELS = ("flash_verify", "combine_kernel")
 PARTS = ("main_us", "combine_us")  # their times
@@ -133,6 +143,7 @@ def table(found: dict[str, Any]) -> list[str]:
     rows = [
         {
             "shape": row["shape"], "us": f"{row['us']:.1f}",
+            **dict(zip(("bar", "stretch"), GOALS.get(row["shape"], (None, None)), strict=True)),
             "main + combine": " + ".join(f"{row[part]:.1f}" if row[part] else "?" for part in PARTS),
             "GB/s": f"{row['gb_s']:.0f}", "TFLOP/s": f"{row['tflop_s']:.0f}",
             "% of floor": row["of_floor"] and f"{100 * row['of_floor']:.0f}",
