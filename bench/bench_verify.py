@@ -96,11 +96,13 @@ def beside(case: VerifyCase, peer: Peer, time: Timer, capture: Callable) -> dict
 
 
 def ladder(case: VerifyCase, kernels: Callable) -> list[dict[str, Any]]:
-    """The simpler kernels below the flash kernel, by CUPTI; what this build has of them."""
+    """The float32 kernels below the flash kernel, by CUPTI, on the same values."""
     rows: list[dict[str, Any]] = []
     for backend, name in LADDER.items():
         row: dict[str, Any] = {"shape": case.shape.name, "kernel": name}
-        run = functools.partial(verify_attention, case.q, case.pool, case.trees, softmax_scale=SCALE, backend=backend)
+        run = functools.partial(
+            verify_attention, case.q.float(), case.pool.float(), case.trees, softmax_scale=SCALE, backend=backend
+        )
         try:
             row |= {"error": case.error(run()[0], tree=True), "us": sum(kernels(run, (name,)).values())}
         except ArgumentError as refusal:

@@ -26,7 +26,7 @@ def test_reference(settings: pairwise.Settings) -> None:
 
 @pytest.mark.parametrize("strided", ["nothing", "out"])
 def test_the_check_sees_a_wrong_row(strided: str) -> None:
-    settings = pairwise.Settings(9, 64, 2, "star", 1, strided, "shuffled", False, False)
+    settings = pairwise.Settings(9, 64, 2, "star", 1, strided, "shuffled", False, False, "cuda")
     case = pairwise.Run(settings, "cpu")
     out, lse = case()
     with pytest.raises(AssertionError):
