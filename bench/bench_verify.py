@@ -18,7 +18,7 @@ from typing import Any
 import roofline
 import torch
 from peers import PEERS, Peer, Unsupported
-from verify_case import LATENT, SCALE, SHAPES, Shape, VerifyCase
+from verify_case import LATENT, ROW, SCALE, SHAPES, Shape, VerifyCase
 
 from tpverify.config import MlaGeometry
 from tpverify.errors import ArgumentError
@@ -39,6 +39,7 @@ STRETCH = (
 )  # fmt: skip
 GOALS = {shape.name: goals for shape, goals in zip(SHAPES, zip(BARS, STRETCH, strict=True), strict=True)}
 MANY = Shape(8192, 16, batch=64)  # for the planner's time
+MOVE = 61, 4096, 65_536  # layers, rows to move, slots of the pool
 KERNELS = ("flash_verify", "combine_kernel")
 PARTS = ("main_us", "combine_us")  # their times
 Timer = Callable[[Callable[[], object]], float]
@@ -111,6 +112,21 @@ def ladder(case: VerifyCase, kernels: Callable) -> list[dict[str, Any]]:
     return rows
 
 
+def move(time: Timer) -> dict[str, float]:
+    """Random rows of all layers to random slots, without and with their hashes, beside a plain copy of as many bytes."""
+    layers, count, slots = MOVE
+    pool = torch.zeros(layers, slots, ROW, dtype=torch.bfloat16, device="cuda")
+    src, dst = torch.randperm(slots, device="cuda").int()[: 2 * count].view(2, count)
+    hashes = torch.empty(layers, count, dtype=torch.int64, device="cuda")
+    plain = torch.zeros(2, layers * count * ROW, dtype=torch.bfloat16, device="cuda")
+    found = {
+        "us": time(lambda: cuda.move_rows(pool, src, dst, None)),
+        "hashed_us": time(lambda: cuda.move_rows(pool, src, dst, hashes)),
+        "copy_us": time(lambda: plain[1].copy_(plain[0])),
+    }
+    return {name: round(us, 2) for name, us in found.items()} | {"gb_s": round(plain.nbytes / found["us"] / 1e3, 1)}
+
+
 def results(progress: Callable[[str], None]) -> dict[str, Any]:
     """All that this bench measures on the GPU."""
     from gpu_time import GpuTimer, captured, header
@@ -136,6 +152,7 @@ def results(progress: Callable[[str], None]) -> dict[str, Any]:
         "rows": rows,
         "ladder": [row for shape in LADDER_SHAPES for row in ladder(VerifyCase(shape, "cuda"), time.kernels)],
         "plan_us": planned.get("plan_kernel"),
+        "move": move(time),
     }
 
 
@@ -161,7 +178,13 @@ def table(found: dict[str, Any]) -> list[str]:
     for row in found["ladder"]:
         said = row.get("not_run") or f"{row['us']:.1f} us, error {row['error']:.1e}"
         lines.append(f"ladder: {row['kernel']}, {row['shape']}: {said}")
-    return [*lines, f"plan of {MANY.batch} requests: {found['plan_us'] or float('nan'):.1f} us"]
+    lines.append(f"plan of {MANY.batch} requests: {found['plan_us'] or float('nan'):.1f} us")
+    one, (layers, count, _) = found["move"], MOVE
+    share = 100 * one["copy_us"] / one["us"]
+    moved = (
+        f"{one['us']:.0f} us, {one['gb_s']:.0f} GB/s, {share:.0f} % of a copy; with hashes {one['hashed_us']:.0f} us"
+    )
+    return [*lines, f"move of {count:,} random rows x {layers} layers: {moved}"]
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ QUOTED = re.compile(r"<!-- measured: ([\w-]+) -->\n(.*?)<!-- end -->", re.S)
 LARGEST_ERROR = 4e-3  # relative, against float64: twice what plain bf16 rounding makes of these shapes
 SECTIONS = {
     "gpu": dict, "toolkit": str, "cubins": dict, "sources": dict, "tests": dict, "sass": dict, "peers": dict,
-    "rows": list, "ladder": list, "plan_us": float,
+    "rows": list, "ladder": list, "plan_us": float, "move": dict,
 }  # fmt: skip
 
 

@@ -91,11 +91,12 @@ def test_the_table_names_absent_peers_and_missing_kernels() -> None:
         "rows": [row],
         "ladder": [{"shape": "40 q=3", "kernel": "naive", "not_run": "no such kernel"}],
         "plan_us": 6.0,
+        "move": {"us": 200.0, "hashed_us": 210.0, "copy_us": 160.0, "gb_s": 3000.0},
     }
     text = "\n".join(bench_verify.table(found))
     assert "name GPU X, clocks.sm 5 MHz" in text and "peer: absent is not installed" in text
     assert "x chain | x refusing | x broken" in text and "1.00" in text and "no such kernel" in text
-    assert "plan of 64 requests: 6.0 us" in text
+    assert "plan of 64 requests: 6.0 us" in text and "200 us, 3000 GB/s, 80 % of a copy" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NOT run: there is a GPU")

@@ -38,7 +38,7 @@ def recorded() -> dict:
     found = {
         "gpu": {"name": "GPU X", "driver_version": "1.2", "torch": "3.4"}, "toolkit": "13.0.88",
         "cubins": copy.deepcopy(BUILT), "sources": dict(NOW), "tests": {"test_verify_cuda::test_heads[8]": "passed"},
-        "sass": {}, "peers": {"A": "1.0", "B": "2.0", "C": None}, "rows": rows, "ladder": [], "plan_us": 5.5,
+        "sass": {}, "peers": {"A": "1.0", "B": "2.0", "C": None}, "rows": rows, "ladder": [], "plan_us": 5.5, "move": {},
     }  # fmt: skip
     return found | {"seal": evidence.seal(found)}
 
@@ -126,7 +126,7 @@ def test_outcomes_are_read_from_a_junit_report() -> None:
 def test_the_suite_writes_what_the_check_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a made-up build, tests and bench."""
     made = recorded()
-    bench = {name: made[name] for name in ("gpu", "peers", "rows", "ladder", "plan_us")}
+    bench = {name: made[name] for name in ("gpu", "peers", "rows", "ladder", "plan_us", "move")}
     for module, name, value in (
         (cubins, "build_library", tmp_path / "library"),
         (cubins, "toolkit", made["toolkit"]),
