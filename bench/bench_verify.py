@@ -113,7 +113,7 @@ def ladder(case: VerifyCase, kernels: Callable) -> list[dict[str, Any]]:
 
 
 def move(time: Timer) -> dict[str, float]:
-    """Random rows of all layers to random slots, without and with their hashes, beside a plain copy of as many bytes."""
+    """Random rows of all layers to random slots, without and with hashes, beside a plain copy of as many bytes."""
     layers, count, slots = MOVE
     pool = torch.zeros(layers, slots, ROW, dtype=torch.bfloat16, device="cuda")
     src, dst = torch.randperm(slots, device="cuda").int()[: 2 * count].view(2, count)

@@ -38,7 +38,8 @@ def recorded() -> dict:
     found = {
         "gpu": {"name": "GPU X", "driver_version": "1.2", "torch": "3.4"}, "toolkit": "13.0.88",
         "cubins": copy.deepcopy(BUILT), "sources": dict(NOW), "tests": {"test_verify_cuda::test_heads[8]": "passed"},
-        "sass": {}, "peers": {"A": "1.0", "B": "2.0", "C": None}, "rows": rows, "ladder": [], "plan_us": 5.5, "move": {},
+        "sass": {}, "peers": {"A": "1.0", "B": "2.0", "C": None}, "rows": rows, "ladder": [],
+        "plan_us": 5.5, "move": {},
     }  # fmt: skip
     return found | {"seal": evidence.seal(found)}
 
