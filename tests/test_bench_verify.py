@@ -117,6 +117,39 @@ def test_floors_are_the_arithmetic_of_the_plan() -> None:
     assert roofline.of("NVIDIA H200") is roofline.H200 and roofline.of("NVIDIA H100") is None
 
 
+LOOP = {"HMMA": 72, "LDSM.4": 18, "LDS.128": 6, "STS.128": 4, "IADD3": 50}, {"HMMA": 32, "LDSM.4": 8, "MUFU": 160}
+
+
+def test_a_tile_keeps_units_busy_as_counted_by_hand() -> None:
+    """64 rows: 4 QK and 8 PV warps; 544 products of 4 clk on sm_120; shared memory moves 128 B a clk."""
+    busy = roofline.PRO_6000.tile_clk(64, dict(zip(("qk", "pv"), LOOP, strict=True)))
+    assert busy == {
+        "tensor": (4 * 72 + 8 * 32) * 4,
+        "shared": 144 + 4 * (18 * 4 + 6 * 4 + 4 * 4) + 8 * 8 * 4,
+        "issue": (4 * 150 + 8 * 200) / 4,
+    }
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_roofline_prints_with_and_without_instruction_counts(
+    counted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    of_arch = {rows: dict(zip(("qk", "pv"), LOOP, strict=True)) for rows in ("16", "32", "64")}
+    found = {"sass": {"sm_90": of_arch, "sm_120": of_arch}, "rows": [{"shape": "185,000 q=64", "us": 555.5}]}
+    monkeypatch.setattr(roofline, "evidence", lambda: found if counted else None)
+    monkeypatch.setattr(cubins, "disassembler", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["roofline.py", "--json"])
+    roofline.main()
+    printed = json.loads(capsys.readouterr().out)
+    row = {row["shape"]: row for row in printed["shapes"]}["185,000 q=64"]
+    assert row["RTX PRO 6000 floor us"] == "409.3 tensor" and "model" in printed["sources"]["RTX PRO 6000"]
+    if counted:
+        assert row["H200 measured us"] == 555.5 and float(row["RTX PRO 6000 model us"]) > 409.3
+        assert len(printed["tiles"]) == 6 and printed["sources"]["instructions"] == "of the evidence file"
+    else:
+        assert row["H200 measured us"] is row["RTX PRO 6000 model us"] is None and printed["tiles"] == []
+
+
 SASS = """
 .text.kernel:
 .L_x_1:
