@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tpverify import native
+from tpverify.errors import ArgumentError
 from tpverify.ops import cuda
 
 ROOT = Path(__file__).parents[1]
@@ -270,7 +271,7 @@ def test_native_required_and_missing(fresh, tmp_path):
     assert native.build_info() == {}
     native._load.cache_clear()
     fresh.setenv("TPVERIFY_NATIVE", "1")
-    with pytest.raises(RuntimeError, match="TPVERIFY_NATIVE=1 but the native host library is missing"):
+    with pytest.raises(ArgumentError, match="^TPVERIFY_NATIVE: expected 0 where .* got 1: no libtpverify_host.so in"):
         native.host()
 
 
@@ -287,5 +288,5 @@ def test_a_library_of_another_abi_is_refused(fresh, tmp_path):
     command = ["cc", "-shared", "-fPIC", "old.c", "-o", "libtpverify_host.so"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     fresh.setenv("TPVERIFY_LIB_DIR", str(tmp_path))
-    with pytest.raises(RuntimeError, match="ABI version 99, this package needs 1"):
+    with pytest.raises(ArgumentError, match="expected ABI version 1, got 99: install again"):
         native.host()

@@ -14,6 +14,7 @@ from typing import Any
 
 import tpverify
 from tpverify import native
+from tpverify.errors import ArgumentError
 
 PACKAGES = ("numpy", "ray", "zmq", "msgspec", "safetensors", "rich")
 DISTRIBUTIONS = {"zmq": "pyzmq"}
@@ -39,6 +40,8 @@ def inspect() -> list[Finding]:
         required = name in REQUIRED
         try:
             findings.append(Finding(name, *look(), required))
+        except ArgumentError as refusal:  # as it will be whenever the part is used
+            findings.append(Finding(name, False, str(refusal), required=True))
         except Exception as failure:  # whatever is wrong with a part, the rest of the report is wanted
             findings.append(Finding(name, False, f"{type(failure).__name__}: {failure}", required))
     return findings

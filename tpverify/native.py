@@ -3,7 +3,7 @@
 The library is optional: without it the Python twins of the tree functions run, with the same results. Two environment
 variables, read at the first use:
 
-TPVERIFY_NATIVE   0: never load it, the twins run. 1: it must be there, else RuntimeError. Unset: used if found.
+TPVERIFY_NATIVE   0: never load it, the twins run. 1: it must be there, else ArgumentError. Unset: used if found.
 TPVERIFY_LIB_DIR  the folder to search in place of the installed package.
 """
 
@@ -93,7 +93,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "switched off by TPVERIFY_NATIVE=0"
     library, status = _open()
     if library is None and setting == "1":
-        raise RuntimeError(f"TPVERIFY_NATIVE=1 but the native host library is missing: {status}")
+        raise ArgumentError("TPVERIFY_NATIVE", "0 where there is no native host library", f"1: {status}")
     return library, status
 
 
@@ -109,7 +109,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     library.tpv_last_error.restype = ctypes.c_char_p
     version = library.tpv_abi_version()
     if version != ABI_VERSION:
-        raise RuntimeError(f"{path} has ABI version {version}, this package needs {ABI_VERSION}: install again")
+        raise ArgumentError(str(path), f"ABI version {ABI_VERSION}", f"{version}: install again")
     for name, params in FUNCTIONS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.POINTER(params)], ctypes.c_int
@@ -119,7 +119,7 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
 def host() -> ctypes.CDLL | None:
     """The host library, loaded once; None when the Python twins are to run.
 
-    Raises ArgumentError for a TPVERIFY_NATIVE that is neither 0 nor 1, RuntimeError for a library of another ABI.
+    Raises ArgumentError for a TPVERIFY_NATIVE that is neither 0 nor 1, or 1 without a library; for one of another ABI.
     """
     return _load()[0]
 
