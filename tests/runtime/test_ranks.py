@@ -109,6 +109,28 @@ def test_a_smaller_tp_leaves_the_other_ranks_alone(ranks: RankGroup) -> None:
     assert set(large.digests().values()) == {large.log.digest()}
 
 
+@pytest.mark.parametrize("group", [None, 4, "group"])
+def test_a_coordinator_needs_a_group(group: Any) -> None:
+    with pytest.raises(ArgumentError, match="^group: expected a RankGroup"):
+        coordinator(group)
+
+
+def test_a_log_that_no_rank_follows_cannot_be_changed(ranks: RankGroup) -> None:
+    """Taken over by a later coordinator, or closed: not a word more reaches the log, and none is promised."""
+    first = coordinator(ranks)
+    seq = first.log.open()
+    before = first.stats()
+    second = coordinator(ranks)
+    for _ in range(2):
+        with pytest.raises(ClusterError, match="has ended"):
+            first.log.append(seq, 3)
+        with pytest.raises(ClusterError, match="has ended"):
+            first.digests()
+        assert first.stats() == before
+        first.close()
+    assert set(second.digests().values()) == {second.log.digest()}
+
+
 @pytest.mark.parametrize("tp", [0, 5, True])
 def test_tp_is_at_most_the_group(ranks: RankGroup, tp: int) -> None:
     with pytest.raises(ArgumentError, match="tp: expected an int from 1 to 4"):
@@ -215,6 +237,17 @@ def test_socket_path_that_is_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
         RankGroup(1, "cpu")
 
 
+def test_a_deadline_far_too_short_is_a_rank_failure() -> None:
+    """A step then fails in the documented way; Ray's own GetTimeoutError came from the start of the ranks."""
+    with released():
+        group = RankGroup(2, "cpu", deadline_s=1e-9)
+        steps = coordinator(group)
+        stop(group.pids[1])
+        with pytest.raises(RankFailure, match="^rank 1 failed at step 2: no answer within 1e-09 s"):
+            steps.step(Ping())
+        assert group.closed
+
+
 def test_more_gpus_than_the_node_has() -> None:
     with released(), pytest.raises(ClusterError, match="1000 ranks with 1 GPU each .*the cluster has .* GPUs and"):
         RankGroup(1000, "cuda")
@@ -242,6 +275,13 @@ def test_place_that_is_taken_is_an_error_at_the_deadline() -> None:
         ({"size": 1, "deadline_s": 0}, "deadline_s"),
         ({"size": 1, "deadline_s": float("nan")}, "deadline_s"),
         ({"size": 1, "deadline_s": float("inf")}, "deadline_s"),
+        ({"size": 1, "deadline_s": "30"}, "deadline_s"),
+        ({"size": 1, "deadline_s": True}, "deadline_s"),
+        ({"size": 1, "deadline_s": None}, "deadline_s"),
+        ({"size": True}, "size"),
+        ({"size": 1, "device": None}, "device"),
+        ({"size": 1, "transport": ["zmq"]}, "transport"),
+        ({"size": 1, "oversubscribe": 1}, "oversubscribe"),
     ],
 )
 def test_bad_arguments(options: dict, argument: str) -> None:

@@ -261,6 +261,20 @@ def test_a_refused_verify_leaves_every_tree_as_it_was(ranks: RankGroup) -> None:
         assert runtime.length(one) == 2
 
 
+def test_numpy_rows_in_any_layout_and_numpy_numbers(ranks: RankGroup) -> None:
+    rng = np.random.default_rng(13)
+    rows, draft = normal(rng, 6, ROW).numpy(), random_draft(rng, 4)
+    frozen = rows.copy()
+    frozen.flags.writeable = False
+    outcomes = []
+    for given in (rows, rows[::-1].copy()[::-1], np.asfortranarray(rows), frozen):
+        with VerifyRuntime(replace(CFG, num_slots=np.int64(64), max_batch=np.int32(1)), group=ranks) as runtime:
+            seq = runtime.open()
+            runtime.append(seq, given)
+            outcomes.append(runtime.verify({seq: draft}, softmax_scale=np.float64(SCALE))[seq].out)
+    assert all(torch.equal(out, outcomes[0]) for out in outcomes)
+
+
 @pytest.fixture(scope="module")
 def small(ranks: RankGroup) -> Any:
     """A runtime with sequence 0 (7 positions, a tree of three nodes, uncommitted) and sequence 1 (empty, no tree)."""
@@ -324,6 +338,8 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
     "commit an empty path": (lambda r, d: r.commit(0, Accept(np.array([], np.int32), 0)), "accepted.path"),
     "commit beyond the tree": (lambda r, d: r.commit(0, Accept(np.array([0, 3]), 0)), "accepted.path"),
     "commit a negative node": (lambda r, d: r.commit(0, Accept(np.array([0, -1]), 0)), "accepted.path"),
+    "commit a ragged path": (lambda r, d: r.commit(0, Accept([[0], [1, 2]], 0)), "accepted.path"),
+    "scale beyond float32": (lambda r, d: r.verify({0: d}, softmax_scale=1e300), "softmax_scale"),
     "commit no Accept": (lambda r, d: r.commit(0, 3), "accepted.path"),
     "fork an unknown sequence": (lambda r, d: r.fork(9), "seq"),
     "length of an unknown sequence": (lambda r, d: r.length(9), "seq"),
@@ -353,5 +369,5 @@ def test_bad_configuration(ranks: RankGroup, change: dict, argument: str) -> Non
 
 
 def test_configuration_of_another_type(ranks: RankGroup) -> None:
-    with pytest.raises(ArgumentError, match="cfg: expected a RuntimeConfig, got dict"):
+    with pytest.raises(ArgumentError, match="cfg: expected a RuntimeConfig, got {'tp': 1}"):
         VerifyRuntime({"tp": 1}, group=ranks)  # type: ignore[arg-type]

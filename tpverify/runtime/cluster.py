@@ -4,7 +4,6 @@ import logging
 import os
 import secrets
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from tpverify.errors import ClusterError
 NODE_SHARE = 0.0001
 CONNECT_S = 10.0
 OBJECT_STORE_BYTES = 128 << 20  # only RayTransport uses it
+SOCKET_PATH_BYTES = 107  # what a Unix socket's address holds
 
 _lock = threading.Lock()
 _users = 0
@@ -70,7 +70,8 @@ def _connect() -> None:
                     _node_ip_address="127.0.0.1",
                 )
         except (OSError, RuntimeError, ValueError) as failure:
-            raise ClusterError(f"cannot reach Ray at {address or 'a new local cluster'}: {failure}") from failure
+            hint = ": set a shorter TMPDIR" if "AF_UNIX path length" in str(failure) else ""
+            raise ClusterError(f"cannot reach Ray at {address or 'a new local cluster'}: {failure}{hint}") from failure
         _connection.push(undo.pop_all())
 
 
@@ -83,26 +84,27 @@ def _require_listener(address: str) -> None:
 
 @contextmanager
 def _private_token() -> Iterator[None]:
-    """Token authentication with a token of our own in a 0600 file, unless RAY_AUTH_MODE already says what to do.
+    """Token authentication with a token of our own, unless RAY_AUTH_MODE already says what to do.
 
     Ray listens on every interface, and by default its local clusters use a world-readable token in the home directory.
-    It reads its settings when imported, so it has to be told to read them again: with the variables alone the cluster
-    would ask for a token that this process does not send.
+    Ours is a file in memory, readable through this process by its own user alone: it ends with the process, however
+    that ends. Ray reads its settings when imported, so it has to be told to read them again: with the variables alone
+    the cluster would ask for a token that this process does not send.
     """
     if "RAY_AUTH_MODE" in os.environ:
         yield
         return
-    descriptor, path = tempfile.mkstemp(prefix="tpverify-token-")  # mode 0600
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(os.memfd_create("tpverify-token"), "w") as file:
+        os.fchmod(file.fileno(), 0o600)
         file.write(secrets.token_hex(32))
-    settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": path}
-    before = {name: os.environ.get(name) for name in settings}
-    _reread(settings)
-    try:
-        yield
-    finally:
-        _reread(before)
-        os.unlink(path)
+        file.flush()
+        settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"/proc/{os.getpid()}/fd/{file.fileno()}"}
+        before = {name: os.environ.get(name) for name in settings}
+        _reread(settings)
+        try:
+            yield
+        finally:
+            _reread(before)
 
 
 def _reread(environment: dict[str, Any]) -> None:
@@ -110,6 +112,12 @@ def _reread(environment: dict[str, Any]) -> None:
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
+
+
+def check_socket_path(path: str) -> None:
+    """Raise ClusterError if no socket can have this path."""
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        raise ClusterError(f"socket path {path} is longer than {SOCKET_PATH_BYTES} bytes: set a shorter TMPDIR")
 
 
 class Node(NamedTuple):

@@ -5,6 +5,7 @@ import math
 import os
 import select
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -16,8 +17,8 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import tpverify
-from tpverify.config import DEVICES, check_int
-from tpverify.errors import ArgumentError, ClusterError, RankFailure
+from tpverify.config import DEVICES, check_choice, check_deadline, check_int, check_type
+from tpverify.errors import ClusterError, RankFailure
 from tpverify.runtime import cluster, messages
 from tpverify.runtime.actor import Rank
 from tpverify.runtime.messages import Frame, Ping, Reply, Step
@@ -25,6 +26,7 @@ from tpverify.runtime.transport import CALLS, RayTransport, Transport, ZmqTransp
 
 TRANSPORTS: dict[str, Callable[[int], Transport]] = {"zmq": ZmqTransport, "ray": RayTransport}
 CONTROL = "control"  # the concurrency group that answers while a step runs
+RENDEZVOUS = "rendezvous"  # the socket at which ranks meet, in a directory of ours
 START_DEADLINE_S = 120.0  # to start a process and import torch, which many ranks do at once on few cores
 POLL_S = 0.05  # how long a dead rank can go unnoticed
 BLAME_S = 1.0  # how long to look for the cause behind an error or a silence
@@ -60,15 +62,12 @@ class RankGroup:
         transport: str = "zmq",
         oversubscribe: bool = False,
     ) -> None:
-        check_int("size", size, 1, 1024)
-        if device not in DEVICES:
-            raise ArgumentError("device", f"one of {', '.join(DEVICES)}", repr(device))
-        if transport not in TRANSPORTS:
-            raise ArgumentError("transport", f"one of {', '.join(TRANSPORTS)}", repr(transport))
-        if not 0 < deadline_s < 1e6:
-            raise ArgumentError("deadline_s", "seconds above 0", deadline_s)
-        self.size, self.deadline_s = size, deadline_s
+        self.size, self.deadline_s = check_int("size", size, 1, 1024), check_deadline(deadline_s)
+        check_choice("device", device, DEVICES)
+        check_choice("transport", transport, list(TRANSPORTS))
+        check_type("oversubscribe", oversubscribe, bool, "a bool")
         self.closed = False
+        self.coordinator: Any = None  # the one whose log the ranks follow
         self.pids: list[int] = []
         self._actors: list[Any] = []
         self._sentinels: list[Any] = []
@@ -81,6 +80,7 @@ class RankGroup:
             raise
 
     def _start(self, device: str, transport: Callable[[int], Transport], oversubscribe: bool) -> None:
+        cluster.check_socket_path(os.path.join(tempfile.gettempdir(), "tpverify-01234567", RENDEZVOUS))
         self._resources.enter_context(cluster.session())
         gpus = _gpus_each(self.size, device, oversubscribe)
         self.device = "cuda" if gpus else "cpu"
@@ -100,7 +100,7 @@ class RankGroup:
         self._sentinels = self.transport.start(self._actors)
         self.call(Step(0, 1, [], Ping()), deadline_s=START_DEADLINE_S)
         self.transport.settled()
-        self.pids = ray.get([self._ping(rank) for rank in range(self.size)], timeout=self.deadline_s)
+        self.pids = self._collect_pids()
 
     def call(
         self,
@@ -115,8 +115,7 @@ class RankGroup:
         frames go to every rank, then own[rank] to that rank alone. Buffers must stay as they are until this returns.
         Raises RankFailure, after closing the group, when a rank answers an error, dies, or is silent past the deadline.
         """
-        if self.closed:
-            raise ClusterError("this group of ranks is closed: start another")
+        self.require_open()
         try:
             message = messages.encode(step)
             for rank in range(tp or self.size):
@@ -125,6 +124,11 @@ class RankGroup:
         except BaseException:  # a half-done step leaves ranks that wait for each other
             self.close()
             raise
+
+    def require_open(self) -> None:
+        """Raise ClusterError if the group is closed."""
+        if self.closed:
+            raise ClusterError("this group of ranks is closed: start another")
 
     def fail(self, rank: int, step: int, cause: str) -> RankFailure:
         """Close the group, and return the error that says why."""
@@ -145,6 +149,17 @@ class RankGroup:
 
     def _ping(self, rank: int) -> Any:
         return self._actors[rank].ping.options(concurrency_group=CONTROL).remote()
+
+    def _collect_pids(self) -> list[int]:
+        pids = []
+        for rank, ping in enumerate([self._ping(rank) for rank in range(self.size)]):
+            try:
+                pids.append(ray.get(ping, timeout=START_DEADLINE_S))
+            except ray.exceptions.GetTimeoutError:
+                raise RankFailure(rank, 0, f"no answer to a ping within {START_DEADLINE_S:g} s") from None
+            except ray.exceptions.RayError as failure:
+                raise RankFailure(rank, 0, _cause_of_death(failure)) from failure
+        return pids
 
     def _collect(self, number: int, tp: int, deadline_s: float) -> list[Answer]:
         answers: dict[int, Answer] = {}

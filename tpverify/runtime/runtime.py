@@ -8,14 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tpverify.config import RuntimeConfig
+from tpverify.config import RuntimeConfig, check_type
 from tpverify.errors import ArgumentError, PoolFull
+from tpverify.kv.log import KvLog
 from tpverify.ops.attention import KV_LORA_RANK, ROW_DIM, check_scale
 from tpverify.runtime.coordinator import Coordinator
 from tpverify.runtime.frames import frame_of, tensor_of
 from tpverify.runtime.messages import Attend, ContentDigest, TreeRequest, Write
 from tpverify.runtime.ranks import RankGroup
 from tpverify.tree.accept import Accept
+from tpverify.tree.arrays import as_numpy
 from tpverify.tree.draft_tree import DraftTree
 
 WRITE_BYTES = 8 << 20  # one Write message, so that a long prompt neither doubles memory nor outlasts a deadline
@@ -51,14 +53,14 @@ class VerifyRuntime:
 
     Changes to sequences take effect on the ranks with the next step. Errors: ArgumentError, before anything is sent,
     for bad input or a sequence that is not open; PoolFull, with nothing changed, when the pool has too few free slots;
-    ClusterError when the ranks find no place; RankFailure when one fails, after which everything has been released.
-    group: at least cfg.tp ranks to use instead of starting some. Its device and deadline count then, not cfg's, and
-    closing the runtime leaves it running.
+    ClusterError when the ranks find no place, and for every call but stats and close once the runtime has ended;
+    RankFailure when a rank fails, after which everything has been released. group: at least cfg.tp ranks to use instead
+    of starting some. Its device and deadline count then, not cfg's; closing the runtime leaves it running, and a later
+    runtime on it ends this one.
     """
 
     def __init__(self, cfg: RuntimeConfig, *, group: RankGroup | None = None) -> None:
-        if not isinstance(cfg, RuntimeConfig):
-            raise ArgumentError("cfg", "a RuntimeConfig", type(cfg).__name__)
+        check_type("cfg", cfg, RuntimeConfig, "a RuntimeConfig")
         if (cfg.geometry.kv_lora_rank, cfg.geometry.row_dim) != (KV_LORA_RANK, ROW_DIM):
             raise ArgumentError("cfg.geometry", f"kv_lora_rank {KV_LORA_RANK} and rows of {ROW_DIM}", cfg.geometry)
         self.cfg = cfg
@@ -66,7 +68,9 @@ class VerifyRuntime:
         self._trees: dict[int, DraftTree] = {}
         self._seconds: dict[str, float] = {}
         self._owned = group is None
-        self._group = group or RankGroup(cfg.tp, cfg.device, cfg.deadline_s, oversubscribe=cfg.oversubscribe)
+        if group is None:
+            group = RankGroup(cfg.tp, cfg.device, cfg.deadline_s, oversubscribe=cfg.oversubscribe)
+        self._group = group
         options = {
             "num_heads": cfg.geometry.num_heads,
             "row_dim": cfg.geometry.row_dim,
@@ -77,9 +81,13 @@ class VerifyRuntime:
         try:
             self._coordinator = Coordinator(self._group, "attention", options, num_slots=cfg.num_slots, tp=cfg.tp)
         except BaseException:
-            self._end()
+            if self._owned:
+                group.close()
             raise
-        self._log = self._coordinator.log
+
+    @property
+    def _log(self) -> KvLog:
+        return self._coordinator.log
 
     def open(self) -> int:
         """Number of a new, empty sequence."""
@@ -103,7 +111,7 @@ class VerifyRuntime:
 
         At most cfg.max_batch sequences, and cfg.max_nodes nodes in each tree, its root included.
         """
-        check_scale(softmax_scale)
+        softmax_scale = check_scale(softmax_scale)
         if not isinstance(drafts, Mapping) or not 1 <= len(drafts) <= self.cfg.max_batch:
             got = len(drafts) if isinstance(drafts, Mapping) else type(drafts).__name__
             raise ArgumentError("drafts", f"a mapping of 1 to max_batch={self.cfg.max_batch} sequences", got)
@@ -118,7 +126,7 @@ class VerifyRuntime:
         latents = torch.cat([latents for _, latents, _ in checked.values()], dim=1)
         q = torch.cat([q for q, _, _ in checked.values()], dim=1)
         shards = [[frame_of(shard)] for shard in q.chunk(self.cfg.tp, dim=2)]
-        answers = self._coordinator.step(Attend(requests, float(softmax_scale)), [frame_of(latents)], shards)
+        answers = self._coordinator.step(Attend(requests, softmax_scale), [frame_of(latents)], shards)
 
         self._seconds = answers[0].reply.seconds
         out = tensor_of(answers[0].frames[0], self._dtype, (*q.shape[:3], self.cfg.geometry.kv_lora_rank))
@@ -161,10 +169,9 @@ class VerifyRuntime:
 
     def stats(self) -> dict[str, Any]:
         """The log's counts, steps sent, device, and rank 0's seconds by stage in the last verify."""
-        return self._log.stats() | {
+        return self._coordinator.stats() | {
             "tp": self.cfg.tp,
             "device": self._group.device,
-            "steps": self._coordinator.steps,
             "last_verify_seconds": dict(self._seconds),
         }
 
@@ -175,6 +182,7 @@ class VerifyRuntime:
         self._end()
 
     def _end(self) -> None:
+        self._coordinator.close()
         if self._owned:
             self._group.close()
 
@@ -196,7 +204,7 @@ class VerifyRuntime:
     def _tensor(self, name: str, value: Any, shape: tuple[int | None, ...]) -> tuple[Tensor, bool]:
         """A CPU tensor [layers, *shape] in the runtime's dtype, and whether `value` had the layers axis."""
         if isinstance(value, np.ndarray) and value.dtype == np.float32:
-            value = torch.tensor(value)
+            value = torch.from_numpy(np.array(value, order="C"))  # torch takes no reversed array
         if not isinstance(value, Tensor):
             got = f"numpy {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
             raise ArgumentError(name, "a torch tensor, or a numpy array of float32", got)
@@ -234,7 +242,7 @@ class VerifyRuntime:
 
 
 def _path_in(tree: DraftTree, accepted: Accept) -> np.ndarray:
-    path = np.asarray(getattr(accepted, "path", None))
+    path = as_numpy("accepted.path", getattr(accepted, "path", None))
     fits = path.ndim == 1 and path.dtype.kind in "iu" and path.size and 0 <= path.min() <= path.max() < len(tree)
     if not fits or path[0] != 0 or not np.array_equal(tree.parents[path[1:]], path[:-1]):
         raise ArgumentError("accepted.path", "node indices down from the root of the tree verified last", path.tolist())
