@@ -1,7 +1,9 @@
 """The `tpverify` command. Every failure is one line; exit code 2 for a bad argument, 1 for a run that failed."""
 
 import argparse
+import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -37,19 +39,25 @@ EXAMPLES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code (argparse's --help exits by itself)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what a terminal cannot show is no reason to fail
     args = None
     try:
         args = parser().parse_args(argv)
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except ArgumentError as error:
         return _fail(USAGE, _as_option(error, args))
     except (ClusterError, PoolFull, RankFailure) as error:
         return _fail(FAILED, str(error))
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, "interrupted")
-    except BrokenPipeError:  # the reader of our output has left
-        sys.stderr.close()
-        return FAILED
+    except OSError as error:
+        _drop_unwritable()
+        reader_left = isinstance(error, BrokenPipeError)
+        return FAILED if reader_left else _fail(FAILED, str(error))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,23 +115,21 @@ def _no_command(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from tpverify.model.checkpoint import load_config, resolve
-    from tpverify.report.generation import decode
+    from tpverify.report.generation import STRATEGIES, decode
     from tpverify.report.screen import Screen
     from tpverify.runtime.engine import Engine
-    from tpverify.runtime.generation import GenerationOptions, encode
+    from tpverify.runtime.generation import GenerationOptions
     from tpverify.runtime.ranks import RankGroup
+    from tpverify.runtime.setup import EngineSetup
 
     # All that can be wrong is checked before ranks are started.
-    config = load_config(resolve(args.model))
-    if config.num_attention_heads % args.tp:
-        raise ArgumentError("tp", f"a divisor of the model's {config.num_attention_heads} heads", args.tp)
-    stops = tuple(tuple(encode("stop", text, config.vocab_size)) for text in args.stop or ())
-    GenerationOptions(args.max_new_tokens, args.strategy, args.budget, args.temperature, args.seed, stops)
+    setup = EngineSetup(args.model, args.tp)
     cases = _cases(args)
-    for case in cases:
-        encode("prompt", case.prompt, config.vocab_size)
     options = {name: getattr(args, name) for name in ("max_new_tokens", "budget", "seed", "stop")}
+    for strategy in (args.strategy, *(STRATEGIES if args.compare else ())):
+        for case in cases:
+            wanted = GenerationOptions(strategy=strategy, temperature=case.temperature, **options)
+            setup.prepare({"prompt": case.prompt}, wanted)
 
     screen = Screen(args.json)
     with screen.working(f"starting {args.tp} ranks"):
@@ -175,8 +181,9 @@ def _cases(args: argparse.Namespace) -> list[Any]:
         return [Case("prompt", args.prompt, args.temperature)]
     if args.prompt_file is not None:
         try:
-            return [Case(args.prompt_file, Path(args.prompt_file).read_text(), args.temperature)]
-        except (OSError, UnicodeDecodeError) as error:
+            text = Path(args.prompt_file).read_bytes().decode()  # as it is: text mode would rewrite its line ends
+            return [Case(args.prompt_file, text, args.temperature)]
+        except (OSError, ValueError) as error:
             raise ArgumentError("prompt_file", "a readable text file", error) from error
     cases = [Case(name, text, args.temperature) for name, text in PROMPTS.items()]
     return [*cases, replace(cases[0], temperature=SAMPLED_AT)] if args.compare else cases[:1]
@@ -286,6 +293,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)  # argparse's own hides that it cannot be written
+
     def error(self, message: str) -> NoReturn:
         for said, meant in REWORDED:
             message = re.sub(said, meant, message)
@@ -326,6 +336,14 @@ def _as_option(error: ArgumentError, args: argparse.Namespace | None) -> str:
     if args is None or not hasattr(args, error.argument):
         return str(error)
     return "--" + error.argument.replace("_", "-") + str(error).removeprefix(error.argument)
+
+
+def _drop_unwritable() -> None:
+    """Output that is still to be written but cannot be: Python would try once more when it ends, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(code: int, line: str) -> int:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tpverify.cli import main
-from tpverify.runtime import ranks
+from tpverify.report import parity  # noqa: F401  with all that imports RankGroup, before tests replace it
+from tpverify.runtime import engine, ranks  # noqa: F401
 from tpverify.runtime.ranks import RankGroup
 
 

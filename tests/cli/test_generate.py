@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,14 @@ class TestCommand:
         done = tpverify("generate", *short, "--strategy", "chain")
         assert done.code == 0 and "def add(a, b):\n    return" in done.out
         assert done.out.splitlines()[-1].startswith("9 tokens in ")
+
+    def test_a_prompt_file_is_taken_byte_by_byte(self, tpverify: Callable, tmp_path: Path) -> None:
+        data = "if caf\u00e9:\r\n    x = 1\r    y\n".encode()
+        (tmp_path / "prompt").write_bytes(data)
+        options = ("--prompt-file", str(tmp_path / "prompt"), "--tp", "2", "--device", "cpu", "--max-new-tokens", "2")
+        done = tpverify("generate", *options, "--json")
+        assert done.json["prompt"].encode() == data and done.json["stats"]["prompt_tokens"] == len(data)
+        assert "if caf\u00e9:\n    x = 1\ufffd    y\n" in tpverify("generate", *options).out
 
     def test_compare_as_text(self, tpverify: Callable, short: tuple[str, ...]) -> None:
         done = tpverify("generate", *short, "--compare")

@@ -1,5 +1,6 @@
 """Help, and bad arguments: one line on stderr that names the argument, what was expected and what came; exit code 2."""
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tpverify.errors import ClusterError, PoolFull, RankFailure
+from tpverify.model.checkpoint import resolve
 
 COMMANDS = ("generate", "parity", "bench", "doctor")
 
@@ -122,6 +124,105 @@ def test_a_file_that_is_not_text_is_refused(tpverify: Callable, tmp_path: Path) 
     (tmp_path / "prompt").write_bytes(b"\xff\xfe\xfd")
     done = tpverify("generate", "--prompt-file", str(tmp_path / "prompt"))
     assert done.code == 2 and re.fullmatch(r"tpverify: --prompt-file: expected .*, got .*decode.*\n", done.err)
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpverify.runtime.ranks.RankGroup", lambda *_: pytest.fail("ranks were started"))
+
+
+def checkpoint(folder: Path, *names: str, **config: object) -> str:
+    """The shipped model with only these files beside its changed config.json."""
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes((resolve("tiny") / name).read_bytes())
+    raw = json.loads((resolve("tiny") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | config))
+    return str(folder)
+
+
+WEIGHTS, DRAFTER = "model.safetensors", "drafter/config.json"
+BEFORE_RANKS: dict[str, tuple[tuple[str, ...], dict[str, object], list[str], str]] = {
+    "no weights": ((), {}, [], r"--model: expected model.safetensors or .*, got no weights"),
+    "no drafter": ((WEIGHTS,), {}, [], r"--strategy: expected 'autoregressive': this checkpoint has no drafter, .*"),
+    "no drafter to compare with": (
+        (WEIGHTS,), {}, ["--strategy", "autoregressive", "--compare"], "--strategy: expected 'autoregressive': .*",
+    ),
+    "drafter without weights": ((WEIGHTS, DRAFTER), {}, [], r"--model: expected model.safetensors .*, got no weights"),
+    "another shape": ((WEIGHTS,), {"intermediate_size": 99}, [], r"model.layers.0.mlp.*: expected shape \(99, .*"),
+    "rope_parameters": ((WEIGHTS,), {"rope_parameters": "yarn"}, [], r"rope_parameters: expected an object, .*"),
+    "wide latents": ((WEIGHTS,), {"kv_lora_rank": 5000}, [], r".*kv_a_proj_with_mqa.weight: expected shape .*"),
+    "few positions": (
+        (WEIGHTS,), {"max_position_embeddings": 64}, ["--strategy", "autoregressive"],
+        r"--max-new-tokens: expected at most 63 with this model, got 64",
+    ),
+    "long prompt": (
+        (WEIGHTS,), {"max_position_embeddings": 66}, ["--strategy", "autoregressive", "--prompt", "abc"],
+        r"--prompt: expected at most 2 tokens before 64 new ones, got 3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEFORE_RANKS)
+def test_what_a_checkpoint_cannot_do_is_said_before_ranks_start(
+    tpverify: Callable, no_ranks: None, tmp_path: Path, case: str
+) -> None:
+    files, config, arguments, line = BEFORE_RANKS[case]
+    done = tpverify("generate", "--model", checkpoint(tmp_path, *files, **config), *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert re.fullmatch(f"tpverify: {line}\n", done.err), done.err
+
+
+def test_a_prompt_beyond_the_pool_is_said_before_ranks_start(
+    tpverify: Callable, no_ranks: None, tmp_path: Path
+) -> None:
+    model = checkpoint(tmp_path, WEIGHTS, max_position_embeddings=50_000)
+    done = tpverify("generate", "--model", model, "--strategy", "autoregressive", "--max-new-tokens", "20000")
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(r"tpverify: prompt: may need \d+ slots, the pool has 16383: raise num_slots\n", done.err)
+
+
+COMMAND = [sys.executable, "-m", "tpverify"]
+
+
+@pytest.mark.parametrize("setting", ["1", "2", ""])
+@pytest.mark.parametrize("command", ["generate", "doctor"])
+def test_a_native_setting_that_cannot_be_met(tmp_path: Path, command: str, setting: str) -> None:
+    """A traceback in the middle of the first step, and a doctor that saw nothing in the way."""
+    env = os.environ | {"TPVERIFY_NATIVE": setting, "TPVERIFY_LIB_DIR": str(tmp_path)}
+    done = subprocess.run([*COMMAND, command], env=env, capture_output=True, text=True, timeout=60)
+    expected = "expected 0 where there is no native host library, got 1:" if setting == "1" else "expected 0 or 1, got"
+    assert "Traceback" not in done.stderr
+    if command == "doctor":
+        assert done.returncode == 1 and expected in done.stdout and "cannot run" in done.stdout
+    else:
+        assert done.returncode == 2 and done.stderr.startswith(f"tpverify: TPVERIFY_NATIVE: {expected}")
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["--help"], ["generate", "--help"]])
+def test_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "tpverify: [Errno 28] No space left on device\n")
+
+
+def test_a_reader_that_has_left_is_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone:
+        done = subprocess.run([*COMMAND, "doctor"], stdout=gone, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_terminal_of_ascii_shows_what_it_can() -> None:
+    code = (
+        "import sys; from tpverify import cli; from tpverify.report.screen import Screen\n"
+        "def run(args): Screen(False).text('caf\\u00e9 \\u2500 x'); return 0\n"
+        "cli._doctor = run; sys.exit(cli.main(['doctor']))"
+    )
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf? ? x", "")
 
 
 def test_interrupt_is_one_line(tpverify: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

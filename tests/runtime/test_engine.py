@@ -1,14 +1,18 @@
 """Lossless generation: every strategy, tp, batch and chunking gives the tokens and hidden states of plain decoding."""
 
+import json
+import shutil
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from tpverify.errors import ArgumentError, PoolFull, RankFailure
+from tpverify.errors import ArgumentError, ClusterError, PoolFull, RankFailure
 from tpverify.model.checkpoint import resolve
 from tpverify.runtime.engine import Engine
 from tpverify.runtime.generation import GenerationResult
@@ -189,6 +193,81 @@ def test_prompts_beyond_the_batch_and_the_pool_wait_their_turn(fresh):
     assert len(small.generate(b"x", max_new_tokens=4).tokens) == 4
 
 
+def test_the_models_end_of_text_ends_generation(fresh, group, tmp_path):
+    """As transformers' generate does: the tokens before eos_token_id, in whatever way they are decoded."""
+    prompt = held_out(120)[0]
+    whole = fresh(2).generate(prompt, max_new_tokens=48)
+    shutil.copytree(resolve("tiny"), tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.py", "__*"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    for eos in (whole.tokens[11], [whole.tokens[30], whole.tokens[20]], 255):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": eos}))
+        ends = [end for end, token in enumerate(whole.tokens) if token in np.atleast_1d(eos)]
+        expected, reason = (whole.tokens[: ends[0]], "stop") if ends else (whole.tokens, "length")
+        engine = Engine(tmp_path, tp=1, group=group)
+        for strategy in ("ddtree", "chain", "autoregressive"):
+            result = engine.generate(prompt, max_new_tokens=48, strategy=strategy, stop=b"\xff\xfe")
+            assert (result.tokens, result.stats["finish_reason"]) == (expected, reason)
+        *pieces, result = engine.stream(prompt, max_new_tokens=48)
+        assert sum(pieces, []) == result.tokens == expected
+        assert engine.stats()["live"] == 0
+
+
+def test_interleaved_streams_share_the_slots(fresh):
+    """Each counted only its own sequences, and both ran into a full pool in mid-step, which ended them all."""
+    engine = fresh(1, num_slots=300)
+    prompts = [bytes([65 + i]) * 90 for i in range(3)]
+    alone = [engine.generate(prompt, max_new_tokens=16, budget=8) for prompt in prompts]
+    streams = [engine.stream(prompt, max_new_tokens=16, budget=8) for prompt in prompts]
+    results = [next(stream) for stream in streams[:2]]
+    with pytest.raises(PoolFull, match="a prompt may need 130 slots, 2 other sequences under way leave 39"):
+        next(streams[2])
+    for i, stream in enumerate(streams[:2]):
+        *_, results[i] = stream
+    assert all(same(a, b) for a, b in zip(results, alone, strict=False))
+    assert same(engine.generate(prompts[2], max_new_tokens=16, budget=8), alone[2])
+    assert engine.stats()["free"] == 299
+
+
+def test_threads_take_turns(fresh):
+    engine = fresh(2)
+    prompts = held_out(60)[:3]
+    alone = [engine.generate(prompt, max_new_tokens=24, temperature=0.7) for prompt in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda prompt: engine.generate(prompt, max_new_tokens=24, temperature=0.7), prompts))
+    assert all(same(a, b) and a.accept_lengths == b.accept_lengths for a, b in zip(together, alone, strict=True))
+    assert (engine.stats()["sequences"], engine.stats()["live"]) == (0, 0)
+
+
+def test_a_stream_that_is_dropped_in_the_middle_of_anothers_step(fresh, monkeypatch):
+    """The garbage collector may do so at any moment. Its Close then entered the log while the ranks were stepping."""
+    engine = fresh(2)
+    expected = engine.generate(b"import ", max_new_tokens=8)
+    stream = engine.stream(b"def ", max_new_tokens=40)
+    next(stream)
+    call = engine._group.call
+
+    def drop_and_call(*arguments):
+        stream.close()
+        return call(*arguments)
+
+    monkeypatch.setattr(engine._group, "call", drop_and_call)
+    assert same(engine.generate(b"import ", max_new_tokens=8), expected)
+    assert engine.stats()["sequences"] == 0
+
+
+def test_an_ended_engine_is_an_error_and_keeps_its_stats(fresh):
+    engine = fresh(1)
+    engine.generate(b"x", max_new_tokens=2)
+    stream = engine.stream(b"x", max_new_tokens=9)
+    next(stream)
+    before = engine._coordinator.stats()
+    engine.close()
+    for call in (lambda: engine.generate(b"x"), lambda: next(stream)):
+        with pytest.raises(ClusterError, match="has ended"):
+            call()
+    assert engine.stats() == before
+
+
 BAD = {
     "empty prompt": ({"prompt": ""}, "prompt: expected at least one token"),
     "no prompts": ({"prompt": []}, "prompt: expected"),
@@ -208,6 +287,13 @@ BAD = {
     "negative seed": ({"seed": -1}, "seed: "),
     "empty stop": ({"stop": b""}, "stop: expected at least one token"),
     "stop of another type": ({"stop": 10}, "stop: "),
+    "array without axes": ({"prompt": np.array(5)}, "prompt: expected a str, bytes or a list of token ids"),
+    "array of floats": ({"prompt": np.array([5.0])}, "prompt: expected token ids"),
+    "array of two axes": ({"prompt": np.ones((2, 2), int)}, "prompt: expected a str, bytes or a list of token ids"),
+    "strategy of another type": ({"strategy": ["ddtree"]}, "strategy: expected one of"),
+    "budget as an array": ({"budget": np.array([1, 2])}, "budget: expected an int"),
+    "temperature as text": ({"temperature": "1"}, "temperature: expected a number"),
+    "temperature beyond any float": ({"temperature": 10**400}, "temperature: expected a number"),
 }
 
 
@@ -229,6 +315,40 @@ def test_engine_arguments(group):
             Engine(model, group=group)
     with pytest.raises(ArgumentError, match="^prefill_chunk: "):
         Engine("tiny", prefill_chunk=0, group=group)
+
+
+def test_numpy_numbers_are_numbers(fresh):
+    engine = fresh(np.int64(2), num_slots=np.int32(900), max_batch=np.uint8(2))
+    options = {"max_new_tokens": 8, "budget": 5, "temperature": 0.5, "seed": 3}
+    numpy = {"max_new_tokens": np.int64(8), "budget": np.int16(5), "temperature": np.float32(0.5), "seed": np.uint64(3)}
+    assert same(engine.generate(b"def ", **options), engine.generate(np.frombuffer(b"def ", np.uint8), **numpy))
+
+
+BAD_ENGINES = {
+    "model": [None, 3, b"tiny", "no-such-model", "a\0b"], "group": [0, "group"], "tp": [None, True, 3, 9],
+    "max_batch": [0, "8"], "num_slots": [1, 2.0, 2**31 - 1], "prefill_chunk": [1025], "device": ["tpu", None],
+    "deadline_s": ["60", True, None, 0.0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_ENGINES.items() for value in values])
+def test_a_bad_engine_names_its_argument_and_starts_no_ranks(name, value, monkeypatch):
+    monkeypatch.setattr(RankGroup, "_start", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(ArgumentError, match=f"^{name}: expected "):
+        Engine(**{name: value})
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_ranks_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(RankGroup, "_start", lambda *_: pytest.fail("ranks were started"))
+    tensors = load_file(resolve("tiny") / "model.safetensors")
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(resolve("tiny") / "config.json", tmp_path)
+    with pytest.raises(ArgumentError, match=r"^model\.layers\.2\.mlp\.up_proj\.weight: expected a tensor in"):
+        Engine(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ArgumentError, match="^model: expected model.safetensors or .* got no weights"):
+        Engine(tmp_path)
 
 
 def test_a_checkpoint_without_a_drafter_decodes_plainly(fresh, group, tmp_path):

@@ -70,6 +70,7 @@ class Screen:
 
     def _write(self, text: str, style: str) -> None:
         # A model may say anything, terminal escapes too.
+        text = text.replace("\r\n", "\n")
         text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         self.out.print(Text(text, style), end="", soft_wrap=True)
         self.out.file.flush()

@@ -1,5 +1,6 @@
 """Lossless generation: draft trees, one verify step for all sequences at once, commit, again."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,29 +9,31 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tpverify.config import MAX_NODES, check_int
-from tpverify.errors import ArgumentError, PoolFull
-from tpverify.model.checkpoint import ModelConfig, load_config, resolve
-from tpverify.model.drafter import DrafterConfig
+from tpverify.errors import ArgumentError, PoolFull, describe
+from tpverify.kv.log import KvLog
 from tpverify.runtime.coordinator import Coordinator
-from tpverify.runtime.generation import Generation, GenerationOptions, GenerationResult, encode
+from tpverify.runtime.generation import Generation, GenerationOptions, GenerationResult
 from tpverify.runtime.messages import Decode, Decoded, HiddenDigest
 from tpverify.runtime.ranks import RankGroup
-from tpverify.tree import AutoBudget
+from tpverify.runtime.setup import EngineSetup
 
 STAGES = ("draft", "build", "verify", "accept", "commit", "transport")
 
 
 class Engine:
-    """A model over `tp` ranks. A context manager; not for several threads.
+    """A model over `tp` ranks. A context manager.
+
+    Several streams and threads may use one engine: their steps take turns, and its slots are shared out among all. A
+    call's further prompts wait while its own sequences leave no room for them, but never for another call's.
 
     model: "tiny", the shipped byte-level model, or the directory of a checkpoint in DeepSeek-V3's layout (dense layers,
     safetensors; a drafter/ folder beside it makes "ddtree" and "chain" possible). num_slots: tokens that the KV pool
     can hold, the trees being verified included. max_batch: sequences a step; further prompts wait. prefill_chunk:
     prompt tokens a step. group: ranks to use instead of starting some; closing the engine leaves them running.
 
-    Raises ArgumentError (bad input, tp that does not divide the heads), ClusterError (no place for the ranks) and
-    RankFailure (a rank died, hung or diverged; everything has been released then).
+    Raises ArgumentError (bad input, a checkpoint that lacks a tensor, tp that does not divide the heads), before any
+    rank is started; ClusterError (no place for the ranks, or an engine that has ended); RankFailure (a rank died, hung
+    or diverged; everything has been released then).
     """
 
     def __init__(
@@ -45,31 +48,29 @@ class Engine:
         deadline_s: float = 60.0,
         group: RankGroup | None = None,
     ) -> None:
-        directory = resolve(model)
-        self.config: ModelConfig = load_config(directory)
-        self.drafter = DrafterConfig.read(directory)
-        self.tp, self.num_slots, self.max_batch, self.prefill_chunk = tp, num_slots, max_batch, prefill_chunk
-        check_int("tp", tp, 1, 1024)
-        if self.config.num_attention_heads % tp:
-            raise ArgumentError("tp", f"a divisor of the model's {self.config.num_attention_heads} heads", tp)
-        check_int("num_slots", num_slots, 2, 2**31 - 1)
-        check_int("max_batch", max_batch, 1, 4096)
-        check_int("prefill_chunk", prefill_chunk, 1, MAX_NODES)
-        self._auto = AutoBudget()
+        setup = EngineSetup(model, tp, num_slots=num_slots, max_batch=max_batch, prefill_chunk=prefill_chunk)
+        self.setup, self.config, self.drafter, self.tp = setup, setup.config, setup.drafter, setup.tp
+        self._turn = threading.Lock()
+        self._slots: dict[int, int] = {}  # by sequence under way: what it may come to hold
+        self._left: list[Generation] = []  # their reader went away; closed between two steps
         self._owned = group is None
-        self._group = group or RankGroup(tp, device, deadline_s)
+        self._group = RankGroup(setup.tp, device, deadline_s) if group is None else group
         options = {
-            "checkpoint": str(directory.resolve()),
-            "num_slots": num_slots,
-            "max_batch": max_batch,
-            "drafter": self.drafter is not None,
+            "checkpoint": str(setup.directory.resolve()),
+            "num_slots": setup.num_slots,
+            "max_batch": setup.max_batch,
+            "drafter": setup.drafter is not None,
         }
         try:
-            self._coordinator = Coordinator(self._group, "decoder", options, num_slots=num_slots, tp=tp)
+            self._coordinator = Coordinator(self._group, "decoder", options, num_slots=setup.num_slots, tp=setup.tp)
         except BaseException:
-            self.close()
+            if self._owned:
+                self._group.close()
             raise
-        self._log = self._coordinator.log
+
+    @property
+    def _log(self) -> KvLog:
+        return self._coordinator.log
 
     def generate(
         self,
@@ -88,18 +89,20 @@ class Engine:
         drafter's likeliest token at each depth, "autoregressive" one token. All give the same tokens and hidden states.
         temperature: 0 takes the target's most probable token; above, each position has its own draw from (seed,
         position). stop: str, bytes or a list of these; generation ends before the first that appears.
-        Returns GenerationResult. Raises ArgumentError, PoolFull (a prompt that can never fit) and RankFailure.
+        The model's end-of-text token (eos_token_id in its config.json) ends generation like a stop sequence.
+        Returns GenerationResult. Raises ArgumentError; PoolFull for a prompt that can never fit, or for which other
+        calls under way leave no room; RankFailure.
         """
         single = isinstance(prompt, (str, bytes)) or _is_token_list(prompt)
         options = GenerationOptions(max_new_tokens, strategy, budget, temperature, seed, stop)
-        generations = self._prepare({"prompt": prompt} if single else _named(prompt), options)
+        generations = self.setup.prepare({"prompt": prompt} if single else _named(prompt), options)
         results = dict(result for ended in self._run(generations) for result in ended)
         return results[0] if single else [results[index] for index in range(len(generations))]
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[list[int] | GenerationResult]:
         """`generate`, with its options, for one prompt: yields the new tokens after each step, and the result at the
         end."""
-        (generation,) = self._prepare({"prompt": prompt}, GenerationOptions(**options))
+        (generation,) = self.setup.prepare({"prompt": prompt}, GenerationOptions(**options))
         shown = 0
         for ended in self._run([generation]):
             if generation.emitted > shown:
@@ -108,35 +111,6 @@ class Engine:
             for _, result in ended:
                 yield result
 
-    def _prepare(self, prompts: dict[str, Any], options: GenerationOptions) -> list[Generation]:
-        """Everything is checked here, before anything runs. Prompts by the name that an error gives them."""
-        if options.strategy != "autoregressive" and self.drafter is None:
-            raise ArgumentError("strategy", "'autoregressive': this checkpoint has no drafter", repr(options.strategy))
-        vocab_size = self.config.vocab_size
-        stops = options.stops(vocab_size)
-        positions = self.config.max_position_embeddings - self._depth
-        longest = positions - options.max_new_tokens
-        if longest < 1:
-            raise ArgumentError("max_new_tokens", f"at most {positions - 1} with this model", options.max_new_tokens)
-        generations = []
-        for name, prompt in prompts.items():
-            tokens = encode(name, prompt, vocab_size)
-            if len(tokens) > longest:
-                raise ArgumentError(
-                    name, f"at most {longest} tokens before {options.max_new_tokens} new ones", len(tokens)
-                )
-            generation = Generation(tokens, options, stops, self._auto, self.prefill_chunk, vocab_size)
-            needed = generation.slots_needed(self._depth)
-            if needed > self.num_slots - 1:
-                raise PoolFull(f"{name}: may need {needed} slots, the pool has {self.num_slots - 1}: raise num_slots")
-            generations.append(generation)
-        return generations
-
-    @property
-    def _depth(self) -> int:
-        """Drafted tokens below a root, at most."""
-        return self.drafter.block_size - 1 if self.drafter else 0
-
     def _run(self, generations: list[Generation]) -> Iterator[list[tuple[int, GenerationResult]]]:
         """Step all admitted sequences together until all are done; yields after each step those that ended, with
         index."""
@@ -144,31 +118,47 @@ class Engine:
         active: dict[int, Generation] = {}
         try:
             while waiting or active:
-                self._admit(waiting, active)
-                self._step(list(active.values()))
-                done = [index for index, generation in active.items() if generation.finish_reason is not None]
-                ended = []
-                for index in done:
-                    ended.append((index, active[index].result(self._hidden_digest(active[index]))))
-                    self._log.close(active.pop(index).seq)
+                with self._turn:
+                    ended = self._advance(waiting, active)
                 yield ended
-        finally:  # an error, or a stream that its reader left
-            if not self._group.closed:
-                for generation in active.values():
-                    self._log.close(generation.seq)
+        finally:  # an error, or a stream that its reader left: at any moment, in the middle of another's step too
+            self._left.extend(active.values())
+
+    def _advance(
+        self, waiting: list[tuple[int, Generation]], active: dict[int, Generation]
+    ) -> list[tuple[int, GenerationResult]]:
+        self._close_left()
+        self._admit(waiting, active)
+        self._step(list(active.values()))
+        ended = []
+        for index in [index for index, generation in active.items() if generation.finish_reason is not None]:
+            ended.append((index, active[index].result(self._hidden_digest(active[index]))))
+            self._close(active.pop(index))
+        return ended
 
     def _admit(self, waiting: list[tuple[int, Generation]], active: dict[int, Generation]) -> None:
         """Start prompts in order while there is a place in the batch and room for the most that each can come to
         hold."""
-        held = sum(generation.slots_needed(self._depth) for generation in active.values())
-        while waiting and len(active) < self.max_batch:
+        while waiting and len(active) < self.setup.max_batch:
             index, generation = waiting[0]
-            held += generation.slots_needed(self._depth)
-            if active and held > self.num_slots - 1:
-                return
+            free = self.setup.num_slots - 1 - sum(self._slots.values())
+            if generation.slots_needed > free:
+                if active:
+                    return
+                others = f"{len(self._slots)} other sequences under way"
+                raise PoolFull(f"a prompt may need {generation.slots_needed} slots, {others} leave {free}")
             generation.seq = self._log.open()
+            self._slots[generation.seq] = generation.slots_needed
             active[index] = generation
             del waiting[0]
+
+    def _close(self, generation: Generation) -> None:
+        self._log.close(generation.seq)
+        del self._slots[generation.seq]
+
+    def _close_left(self) -> None:
+        while self._left:
+            self._close(self._left.pop())
 
     def _step(self, generations: list[Generation]) -> None:
         start = time.perf_counter()
@@ -203,10 +193,14 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Of the KV pool (see KvLog.stats), and `steps` sent to the ranks so far."""
-        return self._log.stats() | {"steps": self._coordinator.steps}
+        with self._turn:
+            if self._coordinator.live:
+                self._close_left()
+            return self._coordinator.stats()
 
     def close(self) -> None:
         """End the engine, and its ranks unless they were lent to it. Can be called again."""
+        self._coordinator.close()
         if self._owned:
             self._group.close()
 
@@ -225,5 +219,5 @@ def _is_token_list(prompt: Any) -> bool:
 
 def _named(prompts: Any) -> dict[str, Any]:
     if not isinstance(prompts, (list, tuple)) or not prompts:
-        raise ArgumentError("prompt", "a str, bytes, a list of token ids, or a list of these", repr(prompts)[:80])
+        raise ArgumentError("prompt", "a str, bytes, a list of token ids, or a list of these", describe(prompts))
     return {f"prompt[{index}]": prompt for index, prompt in enumerate(prompts)}

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tpverify.config import MAX_NODES, check_int
-from tpverify.errors import ArgumentError
+from tpverify.config import MAX_NODES, check_choice, check_number, set_ints
+from tpverify.errors import ArgumentError, describe
 from tpverify.kv.log import KvLog
 from tpverify.runtime.messages import DecodedRequest, DecodeRequest
 from tpverify.tree import AutoBudget, DraftTree, build_ddtree_topk
@@ -18,7 +18,8 @@ BYTES = 256  # a vocabulary of this size is the bytes themselves
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """tokens: what was generated, without the stop sequence. text: those bytes as UTF-8; None if tokens are not bytes.
+    """tokens: what was generated, without the stop sequence or the model's end-of-text token that ended it. text: those
+    bytes as UTF-8; None if tokens are not bytes.
 
     accept_lengths: tau of each verify step, the root counted. stats: finish_reason ("length" or "stop"), prompt_tokens,
     steps, prompt_steps, seconds by stage, hidden_digest (of the final hidden states at all positions that chose a
@@ -43,21 +44,18 @@ class GenerationOptions:
     stop: Any = None
 
     def __post_init__(self) -> None:
-        check_int("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1)
-        if self.strategy not in STRATEGIES:
-            raise ArgumentError("strategy", f"one of {', '.join(STRATEGIES)}", repr(self.strategy))
-        if self.budget != "auto":
-            check_int("budget", self.budget, 0, MAX_NODES - 1)
-        number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
-        if not number or not 0 <= self.temperature < 1e6:
-            raise ArgumentError("temperature", "a number from 0 (greedy)", repr(self.temperature))
-        check_int("seed", self.seed, 0, 2**64 - 1)
+        set_ints(self, "", (("max_new_tokens", 1, 2**31 - 1), ("seed", 0, 2**64 - 1)))
+        check_choice("strategy", self.strategy, STRATEGIES)
+        if not isinstance(self.budget, str) or self.budget != "auto":
+            set_ints(self, "", (("budget", 0, MAX_NODES - 1),))
+        temperature = check_number("temperature", self.temperature, "a number from 0 (greedy) to 1e6", 0.0, 1e6)
+        object.__setattr__(self, "temperature", temperature)
 
     def stops(self, vocab_size: int) -> list[list[int]]:
         """The stop sequences as tokens."""
         stops = [] if self.stop is None else [self.stop] if isinstance(self.stop, (str, bytes)) else self.stop
         if not isinstance(stops, (list, tuple)):
-            raise ArgumentError("stop", "a str, bytes or a list of these", type(self.stop).__name__)
+            raise ArgumentError("stop", "a str, bytes or a list of these", describe(self.stop))
         return [encode("stop", stop, vocab_size) for stop in stops]
 
 
@@ -72,20 +70,23 @@ def encode(name: str, text: Any, vocab_size: int) -> list[int]:
         raise ArgumentError(
             name, f"token ids: this model of {vocab_size} tokens has no byte vocabulary", type(text).__name__
         )
-    if not isinstance(text, (bytes, Listlike, np.ndarray)):
-        raise ArgumentError(name, "a str, bytes or a list of token ids", type(text).__name__)
+    if not isinstance(text, (bytes, Listlike, np.ndarray)) or isinstance(text, np.ndarray) and text.ndim != 1:
+        raise ArgumentError(name, "a str, bytes or a list of token ids", describe(text))
     tokens = list(text)
     if not tokens:
         raise ArgumentError(name, "at least one token", "none")
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-            raise ArgumentError(name, f"token ids from 0 to {vocab_size - 1}", repr(token))
+            raise ArgumentError(name, f"token ids from 0 to {vocab_size - 1}", describe(token))
     return [int(token) for token in tokens]
 
 
 @dataclass
 class Generation:
-    """A sequence from its prompt to its last token. `seq` is its number in the log once it is admitted."""
+    """A sequence from its prompt to its last token. `seq` is its number in the log once it is admitted.
+
+    depth: drafted tokens below a root, at most. stops: sequences that end it, the model's end of text among them.
+    """
 
     prompt: list[int]
     options: GenerationOptions
@@ -93,6 +94,7 @@ class Generation:
     auto: AutoBudget
     prefill_chunk: int
     vocab_size: int
+    depth: int
     seq: int = -1
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
@@ -109,12 +111,13 @@ class Generation:
         """Drafted nodes of the next tree."""
         return self.auto.budget if self.options.budget == "auto" else int(self.options.budget)
 
-    def slots_needed(self, depth: int) -> int:
-        """Pool slots that the sequence can come to hold at once, with a drafter of this depth."""
+    @property
+    def slots_needed(self) -> int:
+        """Pool slots that the sequence can come to hold at once."""
         if self.options.strategy == "autoregressive":
             return len(self.prompt) + self.options.max_new_tokens
-        width = depth if self.options.strategy == "chain" else self.budget_limit
-        return len(self.prompt) + self.options.max_new_tokens + depth + 1 + width
+        width = self.depth if self.options.strategy == "chain" else self.budget_limit
+        return len(self.prompt) + self.options.max_new_tokens + self.depth + 1 + width
 
     @property
     def budget_limit(self) -> int:
@@ -135,7 +138,7 @@ class Generation:
             tree.tokens.astype("<i8").tobytes(),
             tree.parents.astype("<i4").tobytes(),
             prompt,
-            float(self.options.temperature),
+            self.options.temperature,
             self.options.seed,
             self._candidates(),
         )
