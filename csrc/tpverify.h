@@ -106,6 +106,33 @@ typedef struct tpv_accept_sampled_params {
 
 TPV_API tpv_status tpv_accept_sampled(tpv_accept_sampled_params* params);
 
+/* ---- Verify attention on the CPU --------------------------------------------------------------------------------- */
+
+/* One request of tree-masked MLA attention in float32. A row's bits are a function of its own token sequence alone: not
+ * of the tree around it, of heads, slots, threads or other requests. */
+typedef struct tpv_attention_params {
+    uint64_t struct_size;
+    int32_t nodes;    /* of the tree, 1..TPV_MAX_NODES */
+    int32_t heads;    /* query rows a node */
+    int32_t rank;     /* columns of a row of the pool that are the value: a multiple of 16 */
+    int32_t row_dim;  /* columns of a row, all of them the key: a multiple of 8 */
+    int32_t threads;  /* 1 or more */
+    int32_t reserved; /* 0 */
+    int64_t prefix;   /* committed tokens */
+    int64_t slots;    /* rows of the pool */
+    int64_t pool_stride;            /* floats from a row of the pool to the next */
+    const float* q;                 /* [nodes, heads, row_dim], times the softmax scale */
+    const float* kv_pool;           /* [slots] rows of row_dim */
+    const int64_t* prefix_slots;    /* [prefix] */
+    const int64_t* tree_slots;      /* [nodes] */
+    const int32_t* depths;          /* [nodes] */
+    const uint64_t* ancestor_words; /* [nodes, ceil(nodes / 64)], every node an ancestor of itself */
+    float* out;                     /* [nodes, heads, rank] */
+    float* lse;                     /* [nodes, heads], natural log */
+} tpv_attention_params;
+
+TPV_API tpv_status tpv_attention(const tpv_attention_params* params);
+
 /* ---- Verify attention (libtpverify_cuda.so) ---------------------------------------------------------------------- */
 
 /* Tree-masked MLA attention over a paged latent pool, one row a slot: 512 latent, then 64 rope. Node i of a request sees

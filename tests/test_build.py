@@ -213,6 +213,7 @@ MIRRORS = {
     "tpv_tree": native.Tree,
     "tpv_accept_greedy_params": native.AcceptGreedyParams,
     "tpv_accept_sampled_params": native.AcceptSampledParams,
+    "tpv_attention_params": native.AttentionParams,
     "tpv_verify_split": cuda.VerifySplit,
     "tpv_verify_requests": cuda.VerifyRequests,
     "tpv_verify_workspace_params": cuda.VerifyWorkspaceParams,

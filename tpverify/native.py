@@ -53,10 +53,20 @@ class AcceptSampledParams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class AttentionParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("nodes", _i32), ("heads", _i32), ("rank", _i32), ("row_dim", _i32), ("threads", _i32),
+        ("reserved", _i32), ("prefix", _i64), ("slots", _i64), ("pool_stride", _i64), ("q", _ptr), ("kv_pool", _ptr),
+        ("prefix_slots", _ptr), ("tree_slots", _ptr), ("depths", _ptr), ("ancestor_words", _ptr), ("out", _ptr),
+        ("lse", _ptr),
+    ]  # fmt: skip
+
+
 FUNCTIONS = {
     "tpv_build_ddtree": DdtreeParams,
     "tpv_accept_greedy": AcceptGreedyParams,
     "tpv_accept_sampled": AcceptSampledParams,
+    "tpv_attention": AttentionParams,
 }
 
 

@@ -1,6 +1,7 @@
 """The CPU reference against float64, and its bit-for-bit promises: tree = decoding, any heads, slots, batch,
 chunking."""
 
+import os
 import random
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 from oracle import attention_oracle, distinct_tokens, path_to, random_parents
 
+from tpverify import native
 from tpverify.ops import gemm
 from tpverify.ops.attention import TreeMask, VerifyRequest, verify_attention
 from tpverify.tree import DraftTree
@@ -17,13 +19,16 @@ from tpverify.tree import DraftTree
 SCALE = 0.11
 
 
-@pytest.fixture(params=["probed", "plain blocks"])
+@pytest.fixture(params=["native", "probed", "plain blocks"], autouse=True)
 def products(request, monkeypatch):
-    """Every promise has to hold on a BLAS that passes the probes and on one that passes none."""
+    """Every promise has to hold for the host library, on a BLAS that passes the probes and on one that passes none."""
+    library = request.getfixturevalue("host_library") if request.param == "native" else None
+    monkeypatch.setattr(native, "host", lambda: library)
     if request.param == "plain blocks":
         monkeypatch.setattr(gemm, "rows_independent", lambda *_: False)
         monkeypatch.setattr(gemm, "score_columns", lambda *_: gemm.CHUNK)
         monkeypatch.setattr(gemm, "chain_rows", lambda *_: gemm.CHUNK)
+    return library
 
 
 class Case:
@@ -54,7 +59,7 @@ class Case:
 
 @pytest.mark.parametrize("prefix", [0, 1, 63, 64, 65, 127, 128, 1000])
 @pytest.mark.parametrize("n", [1, 2, 33, 65, 129])
-def test_float32_matches_float64(prefix, n, products):
+def test_float32_matches_float64(prefix, n):
     case = Case(prefix * 1000 + n, prefix, n)
     out, lse = case.run()
     expected_out, expected_lse = case.oracle()
@@ -100,7 +105,7 @@ def test_bfloat16_error_is_within_twice_that_of_plain_bfloat16(prefix):
 
 @pytest.mark.parametrize("prefix", [0, 5, 60, 63, 64, 100, 511])
 @pytest.mark.parametrize("n", [17, 33, 257])
-def test_node_equals_its_path_decoded_one_token_at_a_time(prefix, n, products):
+def test_node_equals_its_path_decoded_one_token_at_a_time(prefix, n):
     """rmagur1203 §11.8: node t of the tree equals the last output when its ancestor path is run as a chain. Bit for
     bit, one head at a time, from other slots."""
     case = Case(n + prefix, prefix, n)
@@ -119,7 +124,7 @@ def test_node_equals_its_path_decoded_one_token_at_a_time(prefix, n, products):
         assert torch.equal(lse_alone[0, 0], lse[node, head])
 
 
-def test_chunked_prefill_equals_decoding(products):
+def test_chunked_prefill_equals_decoding():
     generator = torch.Generator().manual_seed(0)
     pool, q = torch.randn(400, 576, generator=generator), torch.randn(300, 2, 576, generator=generator)
     slots = torch.randperm(400, generator=generator)[:300]
@@ -175,7 +180,7 @@ def test_siblings_do_not_see_each_other(order):
         case.pool[case.tree_slots[unseen]] = rows
 
 
-def test_rows_that_must_not_be_read_may_be_nan(products):
+def test_rows_that_must_not_be_read_may_be_nan():
     """vllm issues/57156: slot 0 gathered for masked entries; NaN there times weight 0 is NaN, since K is V as well."""
     case = Case(4, 40, 33)
     out, lse = case.run()
@@ -247,7 +252,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_185k_prefix_stays_under_600_mb():
-    run = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT], capture_output=True, text=True, timeout=300)
+def test_185k_prefix_stays_under_600_mb(products):
+    environment = {**os.environ, "TPVERIFY_NATIVE": "0"}
+    if products is not None:
+        environment |= {"TPVERIFY_NATIVE": "1", "TPVERIFY_LIB_DIR": os.path.dirname(products._name)}
+    run = subprocess.run(
+        [sys.executable, "-c", MEMORY_SCRIPT], capture_output=True, text=True, timeout=300, env=environment
+    )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) * 1024 < 600e6, f"{int(run.stdout) / 1e3:.0f} MB above the inputs"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpverify.config import MAX_NODES, check_choice, check_int, check_number, check_type
 from tpverify.errors import ArgumentError, describe
-from tpverify.ops import cuda, reference
+from tpverify.ops import cuda, host, reference
 from tpverify.ops.reference import RequestPlan
 from tpverify.tree.arrays import as_numpy, int_array
 from tpverify.tree.draft_tree import DraftTree
@@ -228,10 +228,11 @@ def run_reference(
     q: Tensor, kv_pool: Tensor, plans: Sequence[RequestPlan], out: Tensor, lse: Tensor, softmax_scale: float
 ) -> None:
     """The reference over prepared requests, into out and lse (see verify_attention)."""
+    attend = host.verify if host.takes(kv_pool, out.shape[-1]) else reference.verify
     row = 0
     for plan in plans:
         rows = slice(row, row + plan.nodes)
-        out[rows], lse[rows] = reference.verify(q[rows], kv_pool, plan, out.shape[-1], softmax_scale)
+        out[rows], lse[rows] = attend(q[rows], kv_pool, plan, out.shape[-1], softmax_scale)
         row = rows.stop
 
 

@@ -45,6 +45,7 @@ class RequestPlan:
 
     def __init__(self, prefix: Tensor, tree: Tensor, words: np.ndarray, depths: np.ndarray, heads: int) -> None:
         self.prefix, self.tree, self.heads, self.nodes = prefix, tree, heads, len(depths)
+        self.words, self.depths = words, depths
         self.shared = len(prefix) // CHUNK * CHUNK
         self.open_slots = torch.cat([prefix[self.shared :], tree])
         bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, count=self.nodes, bitorder="little")

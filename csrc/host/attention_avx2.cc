@@ -1,0 +1,3 @@
+// Compiled for AVX2 and FMA.
+#define TPV_ISA avx2
+#include "attention_rows.h"

@@ -1,0 +1,2 @@
+#define TPV_ISA base
+#include "attention_rows.h"
