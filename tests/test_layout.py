@@ -25,7 +25,7 @@ ROWS = (
     {"tpverify"},
     {"errors"},
     {"config", "native"},
-    {"tree", "kv"},
+    {"tree", "kv", "pynccl"},
     {"ops"},
     {"model"},
     {"runtime"},

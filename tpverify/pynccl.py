@@ -1,0 +1,382 @@
+"""Collectives between one process a GPU, over NCCL, and the same interface over gloo for processes without one.
+
+One process calls unique_id and hands the bytes to all; then everyone calls init with them. Nothing waits longer than
+the deadline that init was given, and a wait that ends without its peers is an OSError: TimeoutError for a deadline,
+ConnectionError for anything else. After an error the communicator is aborted, and all that is left is destroy.
+NCCL comes through NVIDIA's nccl4py, an optional dependency.
+"""
+
+import functools
+import importlib
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpverify.config import check_choice, check_deadline, check_int, check_type
+from tpverify.errors import ArgumentError
+
+BACKENDS = ("nccl", "gloo")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
+SPIN_S = 2e-3  # how long to look without a pause: a step's gather is over by then
+PAUSE_S = 1e-4
+PREFLIGHT_BYTES = (1 << 16, 1 << 20)  # a rank's share in the check
+PREFLIGHT_ROUNDS = 20
+LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET"}
+
+
+class Communicator(Protocol):
+    """Ranks 0..size-1 that call the same collectives in the same order, with shapes and dtypes that fit.
+
+    Tensors are contiguous, of one of DTYPES, on the communicator's device. A NCCL call is enqueued on `stream`, by
+    default the current one, and may be captured in a CUDA graph; a gloo call returns when it is done. An argument that
+    does not fit is an ArgumentError, before anything is sent.
+    """
+
+    rank: int
+    size: int
+
+    def allgather(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
+        """Every rank's x, one after another in rank order, into out, which has size times x's elements."""
+
+    def allreduce(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
+        """The sum of every rank's x into out, which may be x. uint8 wraps around."""
+
+    def broadcast(self, x: Tensor, root: int, stream: Any = None) -> None:
+        """root's x into everyone's x."""
+
+    def send(self, x: Tensor, peer: int, stream: Any = None) -> None:
+        """x to the recv of another rank."""
+
+    def recv(self, out: Tensor, peer: int, stream: Any = None) -> None:
+        """What another rank sends, into out."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Return when all that was enqueued on `stream` has run. Raises OSError, after abort, as said above."""
+
+    def async_error(self) -> str | None:
+        """What has gone wrong so far, or None."""
+
+    def abort(self) -> None:
+        """End what is under way without waiting for anyone. To be called on every rank when one has failed."""
+
+    def destroy(self) -> None:
+        """Free everything, in step with the other ranks. Can be called again, and after abort."""
+
+
+def unique_id(backend: str = "nccl") -> bytes:
+    """A name under which ranks find each other. The process that made it must live until all have come."""
+    if check_choice("backend", backend, BACKENDS) == "nccl":
+        nccl = _nccl()
+        _keep_log()
+        return bytes(nccl.get_unique_id())
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    name = str(server.port).encode()
+    _servers[name] = server
+    return name
+
+
+def init(
+    unique_id: bytes, rank: int, size: int, *, backend: str = "nccl", device: Any = None, deadline_s: float = 30.0
+) -> Communicator:
+    """Join the others. Every rank calls it, each from its own process.
+
+    device: the rank's GPU, by default the current one. Raises ArgumentError; ImportError without nccl4py; OSError, with
+    everything freed, if the others do not come within deadline_s.
+    """
+    check_type("unique_id", unique_id, bytes, "the bytes that unique_id returned")
+    check_int("size", size, 1, 1 << 16)
+    check_int("rank", rank, 0, size - 1)
+    check_deadline(deadline_s)
+    if check_choice("backend", backend, BACKENDS) == "nccl":
+        return NcclCommunicator(unique_id, rank, size, torch.device(device or "cuda"), deadline_s)
+    return GlooCommunicator(unique_id, rank, size, deadline_s)
+
+
+def why_not() -> str | None:
+    """Why there is no NCCL here; None if there is."""
+    try:
+        _nccl()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def versions() -> str:
+    """Of nccl4py and of the NCCL library that it found."""
+    found = _nccl().get_version()
+    return f"nccl4py {found.nccl4py}, NCCL {found.libnccl.version if found.libnccl else 'not found'}"
+
+
+class _Checks:
+    """What the two communicators have in common: a shape, and arguments that fit it."""
+
+    device: torch.device
+    rank: int
+    size: int
+
+    def _check(self, name: str, x: Tensor, like: Tensor | None = None, times: int = 1) -> None:
+        check_type(name, x, Tensor, f"a contiguous tensor on {self.device}")
+        if x.device != self.device or not x.is_contiguous():
+            raise ArgumentError(name, f"a contiguous tensor on {self.device}", f"{x.stride()} on {x.device}")
+        if x.dtype not in DTYPES:
+            raise ArgumentError(name, "bfloat16, float16, float32 or uint8", x.dtype)
+        if like is not None and (x.dtype != like.dtype or x.numel() != times * like.numel()):
+            expected = f"{times * like.numel()} elements of {like.dtype}"
+            raise ArgumentError(name, expected, f"{x.numel()} of {x.dtype}")
+
+    def _check_peer(self, name: str, peer: int, others: bool) -> None:
+        check_int(name, peer, 0, self.size - 1)
+        if others and peer == self.rank:
+            raise ArgumentError(name, "another rank", peer)
+
+
+class NcclCommunicator(_Checks):
+    """See Communicator. Non-blocking: NCCL connects in the background, so that no peer can keep a call from returning.
+
+    That costs a thread of NCCL's own a call. It costs nothing in a CUDA graph.
+    """
+
+    def __init__(self, unique_id: bytes, rank: int, size: int, device: torch.device, deadline_s: float) -> None:
+        nccl = _nccl()
+        _keep_log()
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.rank, self.size, self.device, self.deadline_s = rank, size, device, deadline_s
+        self._failure: str | None = None
+        self._comm = nccl.Communicator()
+        name, config = nccl.UniqueId.from_bytes(unique_id), nccl.NCCLConfig(blocking=False)
+        self._call(lambda _: self._comm.initialize(size, rank, name, config), None, "the other ranks did not come")
+
+    def allgather(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
+        self._check("x", x)
+        self._check("out", out, x, self.size)
+        self._enqueue(stream, lambda at: self._comm.allgather(x, out, stream=at))
+
+    def allreduce(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
+        self._check("x", x)
+        self._check("out", out, x)
+        self._enqueue(stream, lambda at: self._comm.allreduce(x, out, _nccl().SUM, stream=at))
+
+    def broadcast(self, x: Tensor, root: int, stream: Any = None) -> None:
+        self._check("x", x)
+        self._check_peer("root", root, others=False)
+        self._enqueue(stream, lambda at: self._comm.broadcast(x, x, root, stream=at))
+
+    def send(self, x: Tensor, peer: int, stream: Any = None) -> None:
+        self._check("x", x)
+        self._check_peer("peer", peer, others=True)
+        self._enqueue(stream, lambda at: self._comm.send(x, peer, stream=at))
+
+    def recv(self, out: Tensor, peer: int, stream: Any = None) -> None:
+        self._check("out", out)
+        self._check_peer("peer", peer, others=True)
+        self._enqueue(stream, lambda at: self._comm.recv(out, peer, stream=at))
+
+    def wait(self, stream: Any = None) -> None:
+        with torch.cuda.device(self.device):
+            done = (stream or torch.cuda.current_stream()).record_event()
+        self._poll(done.query, "a peer did not take part")
+
+    def async_error(self) -> str | None:
+        if self._failure is None and self._comm.is_valid and self._state() not in ("Success", "InProgress"):
+            return f"{self._state()}: {self._comm.get_last_error()}"
+        return self._failure
+
+    def abort(self) -> None:
+        self._failure = self._failure or "aborted"
+        self._comm.abort()
+
+    def destroy(self) -> None:
+        if not self._comm.is_valid:
+            return
+        # destroy alone would wait for the others without a deadline.
+        self._call(lambda _: self._comm.finalize(), None, "the other ranks did not destroy theirs")
+        self._comm.destroy()
+        self._failure = "destroyed"
+
+    def _enqueue(self, stream: Any, call: Callable[[int], None]) -> None:
+        if self._failure is not None:
+            raise ConnectionError(f"this communicator has ended: {self._failure}")
+        self._call(call, stream, "a peer did not connect")
+
+    def _call(self, call: Callable[[int], None], stream: Any, blame: str) -> None:
+        """Until NCCL has done, or enqueued, what it was asked for: the stream must not be used before."""
+        with torch.cuda.device(self.device):
+            at = (stream or torch.cuda.current_stream()).cuda_stream
+            try:
+                call(at)
+            except _errors() as failure:
+                self._fail(ConnectionError(f"NCCL on rank {self.rank}: {failure}"))
+        self._poll(lambda: self._state() != "InProgress", blame)
+
+    def _state(self) -> str:
+        return self._comm.get_async_error().name
+
+    def _poll(self, done: Callable[[], bool], blame: str) -> None:
+        start = time.monotonic()
+        while True:
+            finished, failure = done(), self.async_error()
+            if failure:
+                self._fail(ConnectionError(f"NCCL on rank {self.rank}: {failure}"))
+            if finished:
+                return
+            waited = time.monotonic() - start
+            if waited > self.deadline_s:
+                self._fail(TimeoutError(f"NCCL on rank {self.rank}: {blame} within {self.deadline_s:g} s"))
+            if waited > SPIN_S:
+                time.sleep(PAUSE_S)
+
+    def _fail(self, error: OSError) -> None:
+        self._failure = str(error)
+        with suppress(*_errors()):
+            self.abort()
+        raise error
+
+
+class GlooCommunicator(_Checks):
+    """See Communicator. CPU tensors, processes of one machine."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, unique_id: bytes, rank: int, size: int, deadline_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._failure: str | None = None
+        self._group: Any = None
+        deadline = timedelta(seconds=deadline_s)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = deadline
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+
+        def join() -> None:
+            port = int(unique_id)
+            self._store = _servers.pop(unique_id, None) or dist.TCPStore("127.0.0.1", port, timeout=deadline)
+            self._store.set_timeout(deadline)
+            self._group = dist.ProcessGroupGloo(self._store, rank, size, options)
+
+        self._guard(join)
+
+    def allgather(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
+        self._check("x", x)
+        self._check("out", out, x, self.size)
+        self._run(lambda group: group._allgather_base(out.view(-1), x.view(-1)))
+
+    def allreduce(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
+        self._check("x", x)
+        self._check("out", out, x)
+        out.view(-1).copy_(x.view(-1))
+        self._run(lambda group: group.allreduce([out], dist.AllreduceOptions()))
+
+    def broadcast(self, x: Tensor, root: int, stream: Any = None) -> None:
+        self._check("x", x)
+        self._check_peer("root", root, others=False)
+        self._run(lambda group: group.broadcast(x, root))
+
+    def send(self, x: Tensor, peer: int, stream: Any = None) -> None:
+        self._check("x", x)
+        self._check_peer("peer", peer, others=True)
+        self._run(lambda group: group.send([x], peer, 0))
+
+    def recv(self, out: Tensor, peer: int, stream: Any = None) -> None:
+        self._check("out", out)
+        self._check_peer("peer", peer, others=True)
+        self._run(lambda group: group.recv([out], peer, 0))
+
+    def wait(self, stream: Any = None) -> None:
+        if self._failure is not None:
+            raise ConnectionError(f"this communicator has ended: {self._failure}")
+
+    def async_error(self) -> str | None:
+        return self._failure
+
+    def abort(self) -> None:
+        self._failure = self._failure or "aborted"
+        self._group = self._store = None
+
+    def destroy(self) -> None:
+        if self._group is not None:
+            self._run(lambda group: group.barrier())  # the others may still need the store of the first
+            self.abort()
+            self._failure = "destroyed"
+
+    def _run(self, call: Callable[[Any], Any]) -> None:
+        self.wait()
+        self._guard(lambda: call(self._group).wait())
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        """gloo says everything by a RuntimeError."""
+        try:
+            call()
+        except RuntimeError as failure:
+            text = re.sub(r"^\[\S+\] ", "", " ".join(str(failure).split())).partition(" This is typically")[0]
+            self._failure = f"gloo on rank {self.rank}: {text}"
+            self.abort()
+            late = re.search("time", text, re.IGNORECASE)
+            raise (TimeoutError if late else ConnectionError)(self._failure) from failure
+
+
+def preflight(comm: Communicator, device: torch.device) -> dict[str, Any]:
+    """All-gather a pattern, check it, and time it. Every rank calls it. Raises OSError.
+
+    {"us": {bytes a rank: median of a round in microseconds, host to host}, "paths": how NCCL connects the ranks, for
+    example "P2P/CUMEM" or "SHM/direct"; empty for gloo, and where NCCL_DEBUG is the user's own}.
+    """
+    microseconds = {}
+    for count in PREFLIGHT_BYTES:
+        pattern = torch.arange(count, device=device)
+        shares = [(pattern * 31 + rank * 7).remainder(251).to(torch.uint8) for rank in range(comm.size)]
+        out = torch.zeros(comm.size * count, dtype=torch.uint8, device=device)
+        rounds = []
+        for _ in range(PREFLIGHT_ROUNDS):
+            start = time.perf_counter()
+            comm.allgather(shares[comm.rank], out)
+            comm.wait()
+            rounds.append(time.perf_counter() - start)
+        for rank, share in enumerate(shares):
+            if not torch.equal(out[rank * count : (rank + 1) * count], share):
+                raise ConnectionError(f"rank {rank}'s bytes arrived changed on rank {comm.rank}")
+        microseconds[str(count)] = round(1e6 * sorted(rounds)[len(rounds) // 2], 1)
+    return {"us": microseconds, "paths": sorted(set(re.findall(r" via ((?:P2P|SHM|NET|NVLS)\S*)", _log())))}
+
+
+@functools.cache
+def _nccl() -> Any:
+    """nccl4py, once its library is found too. Raises ImportError."""
+    try:
+        importlib.import_module("nccl.bindings.nccl").get_version()
+        return importlib.import_module("nccl.core")
+    except (ImportError, RuntimeError) as error:
+        text = str(error).partition("\n")[0]
+        raise ImportError(f"NCCL needs the package nccl4py, pip install 'tpverify[cuda]': {text}") from error
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What NCCL's calls raise."""
+    return importlib.import_module("nccl.bindings.nccl").NCCLError, _nccl().NcclInvalid
+
+
+def _keep_log() -> None:
+    """Before NCCL's first call: its log goes to memory, for preflight to read, unless the user has plans for it."""
+    global _log_file
+    if "NCCL_DEBUG" not in os.environ:
+        _log_file = os.memfd_create("nccl-log")
+        os.environ.update(LOG | {"NCCL_DEBUG_FILE": f"/proc/{os.getpid()}/fd/{_log_file}"})
+
+
+def _log() -> str:
+    """What NCCL has said about its connections in this process."""
+    if _log_file is None:
+        return ""
+    with open(f"/proc/self/fd/{_log_file}", errors="replace") as log:
+        return log.read()
+
+
+_log_file: int | None = None
+_servers: dict[bytes, Any] = {}  # of gloo's unique ids that this process gave out and has not used yet
