@@ -21,7 +21,7 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="NOT run: n
 
 def option(source):
     """What CMakeLists.txt adds for a flash kernel."""
-    (flag,) = re.findall(r"COMPILE_OPTIONS (\S+)\)", (CSRC / "CMakeLists.txt").read_text())
+    (flag,) = re.findall(r"COMPILE_OPTIONS (-Xptxas\S+)\)", (CSRC / "CMakeLists.txt").read_text())
     return [flag] if re.match(r"verify/flash_\d", source) else []
 
 

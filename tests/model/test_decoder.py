@@ -143,7 +143,7 @@ def test_accepted_off_spine_path_continues_as_if_decoded(tiny):
     tree = DraftTree.from_parents(list(b"abcde"), [-1, 0, 0, 1, 2])
     model, plain = Cached(*tiny), Cached(*tiny)
     model(prompt, TreeMask.chain(len(prompt)))
-    model(torch.from_numpy(tree.tokens), tree, [0, 2, 4])
+    model(torch.tensor(tree.tokens), tree, [0, 2, 4])
     after = model(torch.tensor(list(b"xyz")), TreeMask.chain(3))
     expected = plain(torch.cat([prompt, torch.tensor(list(b"acexyz"))]), TreeMask.chain(len(prompt) + 6))[-3:]
     assert torch.equal(after, expected)
