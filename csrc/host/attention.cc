@@ -4,6 +4,7 @@
 #include "error.h"
 
 #include <algorithm>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -29,9 +30,15 @@ tpv_status check(const tpv_attention_params& p) {
         return tpv::fail(TPV_INVALID_ARGUMENT,
                          "rank, row_dim, pool_stride: expected multiples of 16 and 8 in rising order, got %d, %d, %lld", p.rank,
                          p.row_dim, static_cast<long long>(p.pool_stride));
-    return tpv::check_pointers({{"q", p.q}, {"kv_pool", p.kv_pool}, {"tree_slots", p.tree_slots}, {"depths", p.depths},
-                                {"ancestor_words", p.ancestor_words}, {"out", p.out}, {"lse", p.lse},
-                                {"prefix_slots", p.prefix > 0 ? p.prefix_slots : p.tree_slots}});
+    const tpv_status pointers =
+        tpv::check_pointers({{"q", p.q}, {"kv_pool", p.kv_pool}, {"tree_slots", p.tree_slots}, {"depths", p.depths},
+                             {"ancestor_words", p.ancestor_words}, {"out", p.out}, {"lse", p.lse},
+                             {"prefix_slots", p.prefix > 0 ? p.prefix_slots : p.tree_slots}});
+    if (pointers != TPV_OK) return pointers;
+    for (int32_t i = 0; i < p.nodes; ++i)
+        if (p.depths[i] < 0 || p.depths[i] >= p.nodes)
+            return tpv::fail(TPV_INVALID_ARGUMENT, "depths: expected 0..%d, got %d", p.nodes - 1, p.depths[i]);
+    return TPV_OK;
 }
 
 // Addresses of the rows at `slots`, appended to `keys`.
@@ -103,8 +110,12 @@ extern "C" tpv_status tpv_attention(const tpv_attention_params* params) {
         std::vector<Share> shares;
         for (int64_t first = 0; first < count; first += each) shares.emplace_back(p, keys.data(), first, std::min(first + each, count));
         std::vector<std::jthread> threads;
-        for (size_t i = 1; i < shares.size(); ++i) threads.emplace_back(&Share::run, &shares[i]);
+        try {
+            while (threads.size() + 1 < shares.size()) threads.emplace_back(&Share::run, &shares[threads.size() + 1]);
+        } catch (const std::system_error&) {  // there is no further thread for this process: this one does the rest
+        }
         shares[0].run();
+        for (size_t i = threads.size() + 1; i < shares.size(); ++i) shares[i].run();
         return TPV_OK;
     });
 }

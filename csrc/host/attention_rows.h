@@ -193,11 +193,11 @@ void finish(const AttentionRows& a, const float* weights, int64_t columns, const
 }  // namespace
 
 void attend(const AttentionRows& a, int64_t first_row, int64_t rows) {
-    // A node's ancestors come before it, so no row of the block sees a node after the block's last.
-    const int64_t columns = a.prefix + (first_row + rows - 1) / a.heads + 1;
-    const auto visible = [&](int64_t r) { return a.visible + (first_row + r) / a.heads * a.words; };
-    score(a, rows, columns);
-    for (int64_t r = 0; r < rows; ++r) a.lse[r] = weigh(a, a.scores + r * a.stride, columns, visible(r));
+    // A node's ancestors come before it: whatever a mask says, no row reads a node after its own.
+    const auto node = [&](int64_t r) { return (first_row + r) / a.heads; };
+    const auto visible = [&](int64_t r) { return a.visible + node(r) * a.words; };
+    score(a, rows, a.prefix + node(rows - 1) + 1);
+    for (int64_t r = 0; r < rows; ++r) a.lse[r] = weigh(a, a.scores + r * a.stride, a.prefix + node(r) + 1, visible(r));
 
     std::memset(a.out, 0, rows * a.rank * sizeof(float));
     std::memset(a.partial, 0, rows * a.rank * sizeof(float));
@@ -205,7 +205,8 @@ void attend(const AttentionRows& a, int64_t first_row, int64_t rows) {
     for (int64_t j = 0; j < whole; j += CHUNK) add_values(a, rows, j, CHUNK, a.out);
     add_values(a, rows, whole, a.prefix - whole, a.partial);
     for (int64_t r = 0; r < rows; ++r)
-        finish(a, a.scores + r * a.stride, columns, visible(r), a.lse[r], a.partial + r * a.rank, a.out + r * a.rank, a.lse + r);
+        finish(a, a.scores + r * a.stride, a.prefix + node(r) + 1, visible(r), a.lse[r], a.partial + r * a.rank,
+               a.out + r * a.rank, a.lse + r);
 }
 
 }  // namespace tpv::TPV_ISA

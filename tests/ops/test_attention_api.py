@@ -42,6 +42,8 @@ BAD = {
     "q without heads": ({"q": torch.randn(3, 576)}, "q", "heads"),
     "q with no head": ({"q": torch.randn(3, 0, 576)}, "q", "at least one head"),
     "q in float64": ({"q": torch.randn(3, 2, 576).double()}, "q", "float32 or bfloat16"),
+    "sparse q": ({"q": torch.randn(3, 2, 576).to_sparse()}, "q", "a dense tensor"),
+    "sparse pool": ({"kv_pool": torch.randn(20, 576).to_sparse()}, "kv_pool", "a dense tensor"),
     "q not a tensor": ({"q": np.zeros((3, 2, 576))}, "q", "torch tensor"),
     "q with too many rows": ({"q": torch.randn(4, 2, 576)}, "q", "3 rows"),
     "pool in another dtype": ({"kv_pool": torch.randn(20, 576).bfloat16()}, "kv_pool", "float32"),

@@ -1,7 +1,12 @@
 """Verify attention of the host library beside what tests/ops/test_reference.py asks of it."""
 
 import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,8 +59,82 @@ def test_rows_that_it_cannot_read_go_to_the_products():
     pool = torch.zeros(10, 576)
     assert host.takes(pool, 512)
     assert not host.takes(pool.bfloat16(), 512) and not host.takes(pool.double(), 512)
-    assert not host.takes(pool[:, ::2], 256) and not host.takes(pool[:1].expand(10, -1), 512)
     assert not host.takes(pool, 500) and not host.takes(torch.zeros(10, 515), 512)
+
+
+def _strided(rows):
+    wide = torch.full((len(rows) + 1, 2 * 576 + 3), torch.nan)
+    wide[1:, 3::2] = rows
+    return wide[1:, 3::2]
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        lambda rows: rows.t().contiguous().t(),
+        lambda rows: torch.cat([torch.zeros(1), rows.flatten()])[1:].view(rows.shape),
+        lambda rows: torch.cat([rows, rows], dim=1)[:, :576],
+        lambda rows: torch._neg_view(-rows),
+        _strided,
+    ],
+    ids=["columns first", "odd address", "wide rows", "negated when read", "every second column"],
+)
+def test_where_and_how_rows_are_stored_changes_no_bit(stored):
+    generator = torch.Generator().manual_seed(0)
+    pool, q = torch.randn(150, 576, generator=generator), torch.randn(9, 2, 576, generator=generator)
+    request = VerifyRequest(torch.arange(130), torch.arange(140, 149), TreeMask.chain(9))
+    expected = verify_attention(q, pool, [request], softmax_scale=0.1)
+    got = verify_attention(q, stored(pool), [request], softmax_scale=0.1)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    one = verify_attention(q, pool[:1].expand(150, -1), [request], softmax_scale=0.1)
+    copied = verify_attention(q, pool[:1].repeat(150, 1), [request], softmax_scale=0.1)
+    assert torch.equal(one[0], copied[0])
+
+
+@pytest.mark.parametrize("depth", [-1, -200, 3, 2**31 - 1])
+def test_depths_that_no_tree_has_are_refused_by_the_library(depth, host_library):
+    """They choose where a row's sums are kept."""
+    (plan,) = plan_reference([request_of(0, 3)], 1)
+    plan.depths = np.array([0, depth, 2], np.int32)
+    with pytest.raises(ArgumentError, match="^depths: expected 0..2, got "):
+        host.verify(torch.zeros(3, 1, 576), torch.zeros(3, 576), plan, 512, 1.0)
+
+
+def test_no_row_reads_a_later_node():
+    """However rows are shared out over threads and blocks."""
+    generator = torch.Generator().manual_seed(0)
+    pool, q = torch.randn(60, 576, generator=generator), torch.randn(60, 1, 576, generator=generator)
+    (plan,) = plan_reference([request_of(0, 60)], 1)
+    expected, _ = host.verify(q, pool, plan, 512, 0.1)
+    plan.words = np.full_like(plan.words, 2**64 - 1)
+    assert torch.equal(host.verify(q, pool, plan, 512, 0.1)[0], expected)
+
+
+WITHOUT_THREADS = """
+import os, resource, sys, torch
+from tpverify import native
+from tpverify.ops import host
+from tpverify.ops.attention import TreeMask, plan_reference
+from tpverify.ops.cuda import Request
+native.host()
+mask = TreeMask.chain(64)
+(plan,) = plan_reference([Request(torch.arange(1900), torch.arange(1900, 1964), mask.words, mask.depths)], 4)
+q, pool = torch.randn(64, 4, 576), torch.randn(1964, 576)
+torch.get_num_threads = lambda: 4
+out, lse = host.verify(q, pool, plan, 512, 0.1)
+if os.getuid() == 0:
+    os.setuid(65534)  # the limit does not hold for root
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+again, lse_again = host.verify(q, pool, plan, 512, 0.1)
+sys.exit(not (torch.equal(out, again) and torch.equal(lse, lse_again)))
+"""
+
+
+def test_a_process_that_may_start_no_thread_gets_the_same_bits(host_library):
+    folder = str(Path(host_library._name).parent)
+    environment = os.environ | {"TPVERIFY_LIB_DIR": folder, "TPVERIFY_NATIVE": "1"}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], env=environment, timeout=120)
+    assert done.returncode == 0
 
 
 def test_not_a_number_in_a_query_spoils_its_own_row_only():

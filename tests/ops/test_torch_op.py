@@ -153,4 +153,7 @@ def test_masks_of_tensors_are_checked_for_shape():
     for wrong in ((words[:1], depths), (words.int(), depths), (words, depths.float()), (words, depths[None])):
         with pytest.raises(ArgumentError, match=r"^requests\[0\].tree: expected int"):
             from_tensors(q, pool, slots, slots, *wrong)
+    for wrong in ([0, -1], [0, 2], [0, 2**32]):  # the last is 0 in 32 bits
+        with pytest.raises(ArgumentError, match=r"^requests\[0\].tree: expected depths from 0 to 1, got "):
+            from_tensors(q, pool, slots, slots, words, torch.tensor(wrong))
     from_tensors(q, pool, slots, slots, words, depths)

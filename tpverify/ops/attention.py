@@ -255,6 +255,8 @@ def check_tensors(q: Tensor, kv_pool: Tensor, row_dim: int = ROW_DIM) -> None:
     """Raise ArgumentError unless q and kv_pool have the shapes, dtype and device that verify attention takes."""
     for name, tensor, shape in (("q", q, f"[nodes, heads, {row_dim}]"), ("kv_pool", kv_pool, f"[slots, {row_dim}]")):
         check_type(name, tensor, Tensor, f"a torch tensor {shape}")
+        if tensor.layout != torch.strided:
+            raise ArgumentError(name, "a dense tensor", tensor.layout)
         if tensor.dim() != shape.count(",") + 1 or tensor.shape[-1] != row_dim:
             raise ArgumentError(name, shape, tuple(tensor.shape))
     if q.shape[1] < 1:
@@ -293,6 +295,8 @@ def _check_request(
     n = len(depths) if depths.dim() == 1 else 0
     if not 1 <= n <= MAX_NODES or depths.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"{name}.tree", f"int32 depths of 1 to {MAX_NODES} nodes", _describe(depths))
+    if not 0 <= int(depths.min()) <= int(depths.max()) < n:
+        raise ArgumentError(f"{name}.tree", f"depths from 0 to {n - 1}", f"{int(depths.min())} to {int(depths.max())}")
     if words.dtype != torch.int64 or tuple(words.shape) != (n, -(-n // 64)):
         raise ArgumentError(f"{name}.tree", f"int64 words [{n}, {-(-n // 64)}]", _describe(words))
     if len(tree) != n:

@@ -14,9 +14,10 @@ SCORES_A_THREAD = 1 << 16  # below this many scores another thread costs more th
 
 
 def takes(kv_pool: Tensor, rank: int) -> bool:
-    """Whether there is a library, and it reads such rows: float32, one after another in memory, of whole vectors."""
-    fits = kv_pool.dtype == torch.float32 and kv_pool.stride(1) == 1 and kv_pool.stride(0) >= kv_pool.shape[1]
-    return fits and rank % 16 == 0 and kv_pool.shape[1] % 8 == 0 and native.host() is not None
+    """Whether there is a library, and it reads such rows: float32, of whole vectors. Not a matter of strides, which
+    must not change a bit."""
+    fits = kv_pool.dtype == torch.float32 and rank % 16 == 0 and kv_pool.shape[1] % 8 == 0
+    return fits and native.host() is not None
 
 
 @torch.no_grad()
@@ -28,6 +29,9 @@ def verify(q: Tensor, kv_pool: Tensor, plan: RequestPlan, rank: int, scale: floa
     scaled = (q.float() * scale).contiguous()
     out, lse = scaled.new_empty(plan.nodes, plan.heads, rank), scaled.new_empty(plan.nodes, plan.heads)
     prefix, tree = plan.prefix.contiguous(), plan.tree.contiguous()
+    if kv_pool.stride(1) != 1 or kv_pool.stride(0) < kv_pool.shape[1] or kv_pool.is_neg():
+        kv_pool = kv_pool.index_select(0, torch.cat([prefix, tree])).contiguous()
+        prefix, tree = torch.arange(len(kv_pool)).split([len(prefix), len(tree)])
     words, depths = np.ascontiguousarray(plan.words), np.ascontiguousarray(plan.depths, np.int32)
     scores = plan.nodes * plan.heads * (len(prefix) + len(tree))
     params = native.AttentionParams(
