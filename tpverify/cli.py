@@ -26,6 +26,7 @@ EXAMPLES = {
     "parity": """examples:
   tpverify parity --tp 8
   tpverify parity --tp 2 --cases 12 --seed 1 --json
+  tpverify parity --tp 8 --device cuda --oversubscribe            on as many GPUs as there are
   ray job submit --working-dir . -- python -m tpverify.jobs.parity --tp 8      see cluster/README.md""",
     "bench": """examples:
   tpverify bench                                  all of bench/
@@ -100,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
 
     sub = command("parity", _parity, "check attention on many ranks against one rank and against float64")
     ranks(sub)
+    sub.add_argument("--oversubscribe", action="store_true", help="let ranks share GPUs where these are too few")
     sub.add_argument("--cases", type=_integer(1, 100_000), default=24, metavar="N", help="random cases (24)")
     sub.add_argument("--seed", type=_integer(0, 2**64 - 1), default=0, help="of the cases (0)")
 
@@ -123,7 +125,7 @@ def _generate(args: argparse.Namespace) -> int:
     from tpverify.runtime.setup import EngineSetup
 
     # All that can be wrong is checked before ranks are started.
-    setup = EngineSetup(args.model, args.tp)
+    setup = EngineSetup(args.model, args.tp, device=args.device)
     cases = _cases(args)
     options = {name: getattr(args, name) for name in ("max_new_tokens", "budget", "seed", "stop")}
     for strategy in (args.strategy, *(STRATEGIES if args.compare else ())):
@@ -133,7 +135,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     screen = Screen(args.json)
     with screen.working(f"starting {args.tp} ranks"):
-        group = RankGroup(args.tp, args.device, START_DEADLINE_S)
+        group = RankGroup(args.tp, "cpu", START_DEADLINE_S)
     with group:
         if args.compare:
             return _compare(args, group, cases, options, screen)
@@ -215,10 +217,11 @@ def _parity(args: argparse.Namespace) -> int:
     from tpverify.report.tables import parity_table
     from tpverify.runtime.ranks import RankGroup
 
-    cases = parity.draw_cases(args.cases, args.tp, args.seed)
+    device = parity.device_for(args.device, args.tp)
     screen = Screen(args.json)
     with screen.working(f"starting {args.tp} ranks"):
-        group = RankGroup(args.tp, args.device, START_DEADLINE_S)
+        group = RankGroup(args.tp, device, START_DEADLINE_S, oversubscribe=args.oversubscribe)
+    cases = parity.draw_cases(args.cases, args.tp, args.seed, parity.DTYPES[group.device])
     outcomes = []
     with group, screen.progress("parity", len(cases)):
         for outcome in parity.check(group, args.tp, cases):
@@ -228,12 +231,14 @@ def _parity(args: argparse.Namespace) -> int:
     if args.json:
         rows = [outcome.row() for outcome in outcomes]
         header = {"version": __version__, "tp": args.tp, "device": group.device, "seed": args.seed}
+        header["collectives"] = group.collectives
         screen.json(header | {"cases": rows, "missed": len(missed), "ok": not missed})
     else:
         screen.print(parity_table(outcomes, args.tp))
         equal = sum(outcome.same_out and outcome.same_lse for outcome in outcomes)
         screen.print(
-            f"{len(cases) - len(missed)} of {len(cases)} ok; bits equal to one rank's in {equal} (seed {args.seed})"
+            f"{len(cases) - len(missed)} of {len(cases)} ok; bits equal to one rank's in {equal} (seed {args.seed})",
+            f"ranks on {group.device}, results gathered by {group.collectives['backend']}",
         )
     return FAILED if missed else OK
 

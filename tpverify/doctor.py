@@ -109,6 +109,24 @@ def _gpus() -> Answer:
     return count > 0, names or missing
 
 
+def _nccl() -> Answer:
+    from tpverify import pynccl
+
+    missing = pynccl.why_not()
+    return missing is None, missing or pynccl.versions()
+
+
+def _gpu_ranks() -> Answer:
+    """What device="auto" does here with verify attention in bfloat16."""
+    import torch
+
+    gpus, library = torch.cuda.device_count(), _cuda_library()
+    if not gpus or not library[0]:
+        return False, "ranks run on CPUs: " + ("no GPUs" if not gpus else library[1])
+    alone = "" if _nccl()[0] else ", one without NCCL"
+    return True, f"up to {gpus} for attention in bfloat16{alone}; float32, and the decoder, run on CPUs"
+
+
 def _cores() -> Answer:
     count = len(os.sched_getaffinity(0))
     return True, f"{count} for this process; CPU ranks share them, one thread each"
@@ -135,6 +153,8 @@ CHECKS: dict[str, Callable[[], Answer]] = {
     "CUDA library": _cuda_library,
     "CUDA toolkit": _toolkit,
     "GPUs": _gpus,
+    "NCCL": _nccl,
+    "GPU ranks": _gpu_ranks,
 }
 REQUIRED = {"torch", *PACKAGES}
 

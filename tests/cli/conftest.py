@@ -32,8 +32,8 @@ def two_ranks() -> Iterator[RankGroup]:
 def lent_ranks(two_ranks: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that start two ranks get these, and leave them running."""
 
-    def lend(size: int, device: str, deadline_s: float) -> RankGroup:
-        assert (size, device) == (2, "cpu")
+    def lend(size: int, device: str, deadline_s: float, oversubscribe: bool = False) -> RankGroup:
+        assert (size, device, oversubscribe) == (2, "cpu", False)
         return two_ranks
 
     monkeypatch.setattr(RankGroup, "__exit__", lambda *_: None)

@@ -44,6 +44,7 @@ def test_cases_are_balanced_reproducible_and_fit_the_ranks() -> None:
         seen = [getattr(case, axis) for case in cases]
         assert {seen.count(value) for value in seen} == {24 // values}
     assert {case.heads for case in parity.draw_cases(6, 32, seed=0)} == {64}
+    assert {case.dtype for case in parity.draw_cases(6, 8, 0, parity.DTYPES["cuda"])} == {"bfloat16"}
 
 
 CASE = parity.Case(prefix=65, n=8, heads=8, dtype="bfloat16", batch=1, seed=1)

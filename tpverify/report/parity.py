@@ -12,6 +12,7 @@ from torch import Tensor
 from tpverify.config import MlaGeometry, RuntimeConfig
 from tpverify.errors import ArgumentError
 from tpverify.report import oracle
+from tpverify.runtime.device import for_attention
 from tpverify.runtime.ranks import RankGroup
 from tpverify.runtime.runtime import Draft, VerifyRuntime
 from tpverify.tree import DraftTree
@@ -20,7 +21,7 @@ from tpverify.tree import DraftTree
 PREFIXES = (0, 1, 63, 64, 65, 1000)
 NODES = (1, 8, 33, 129)
 HEADS = (8, 16, 64)
-DTYPES = ("float32", "bfloat16")
+DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}  # that ranks take, by device
 BATCHES = (1, 3)
 ROW_DIM = 576
 SCALE = ROW_DIM**-0.5
@@ -79,7 +80,12 @@ def head_counts(tp: int) -> list[int]:
     return fitting
 
 
-def draw_cases(count: int, tp: int, seed: int) -> list[Case]:
+def device_for(device: str, tp: int) -> str:
+    """`device` as RankGroup takes it. Raises ArgumentError for tp or a device that no case can have."""
+    return for_attention(device, "bfloat16", MlaGeometry(head_counts(tp)[-1]), 1)[0]
+
+
+def draw_cases(count: int, tp: int, seed: int, dtypes: Sequence[str] = DTYPES["cpu"]) -> list[Case]:
     """`count` random cases in which every value of every axis comes equally often."""
     draw = random.Random(seed)
 
@@ -88,7 +94,7 @@ def draw_cases(count: int, tp: int, seed: int) -> list[Case]:
         draw.shuffle(drawn)
         return drawn
 
-    axes = [column(values) for values in (PREFIXES, NODES, head_counts(tp), DTYPES, BATCHES)]
+    axes = [column(values) for values in (PREFIXES, NODES, head_counts(tp), dtypes, BATCHES)]
     axes.append([draw.getrandbits(32) for _ in range(count)])
     return [Case(*values) for values in zip(*axes, strict=True)]
 

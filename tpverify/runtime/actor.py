@@ -11,15 +11,22 @@ import ray
 class Rank:
     """One rank. `run`, or `idle` in its place, never returns: its reference tells the driver that the rank lives."""
 
-    def __init__(self, root: str, rank: int, device: str, timeout_s: float) -> None:
-        """root: the directory of the driver's package; a Ray that it joined need not have it on its own path."""
+    def __init__(
+        self, root: str, rank: int, device: str, nccl: bool, timeout_s: float, environment: dict[str, str]
+    ) -> None:
+        """root: the directory of the driver's package; a Ray that it joined need not have it on its own path.
+
+        device: "cpu", or "cuda" for the GPU that Ray chose. environment: what NCCL is to find.
+        """
         if root not in sys.path:
             sys.path.insert(0, root)
+        os.environ.update(environment)
         from tpverify.native import keep_freed_memory
+        from tpverify.runtime.device import own_gpu
         from tpverify.runtime.rank import RankServer
 
         keep_freed_memory()
-        self._server: Any = RankServer(rank, device, timeout_s)
+        self._server: Any = RankServer(rank, own_gpu() if device == "cuda" else device, nccl, timeout_s)
 
     def run(self, endpoint: str) -> None:
         """Serve the socket at `endpoint`."""

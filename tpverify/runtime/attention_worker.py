@@ -1,5 +1,6 @@
 """Verify attention on one rank: the whole latent pool, and a contiguous shard of the query heads."""
 
+import math
 from hashlib import blake2b
 from typing import Any
 
@@ -8,33 +9,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tpverify.config import MlaGeometry
 from tpverify.kv.log import Replica
-from tpverify.ops.attention import TreeMask, VerifyRequest, verify_attention
+from tpverify.ops.attention import KV_LORA_RANK, TreeMask, VerifyRequest
+from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import Comm
 from tpverify.runtime.frames import frame_of, tensor_of
 from tpverify.runtime.messages import Attend, ContentDigest, Frame, TreeRequest, Work, Write
 
 
 class AttentionOptions(msgspec.Struct, frozen=True):
-    """Shape of the pool: [num_layers, num_slots, row_dim] of dtype, "float32" or "bfloat16"."""
+    """Shape of the pool: [num_layers, num_slots, row_dim] of dtype, "float32" or "bfloat16". Limits of a step."""
 
     num_heads: int
     row_dim: int
     num_layers: int
     num_slots: int
     dtype: str
+    max_batch: int
+    max_nodes: int
 
 
 class AttentionWorker:
-    """Rank r of tp has heads r * heads/tp to (r + 1) * heads/tp - 1, and the same pool as every other rank."""
+    """Rank r of tp has heads r * heads/tp to (r + 1) * heads/tp - 1, and the same pool as every other rank.
+
+    On a GPU a step is enqueued as a whole, uploads from pinned memory included, and waited for once, before the reply.
+    torch reuses pinned memory only after the copies from it.
+    """
 
     def __init__(self, comm: Comm, device: str, options: dict[str, Any]) -> None:
         shape = msgspec.convert(options, AttentionOptions)
         torch.set_num_threads(1)  # ranks share cores
-        self.comm = comm
+        self.comm, self.device, self.pinned = comm, torch.device(device), device != "cpu"
+        if self.pinned:
+            torch.cuda.set_device(self.device)
         self.local_heads = shape.num_heads // comm.size
+        max_tokens = min(shape.max_batch * shape.num_slots, 2**31 - 1)
+        geometry = MlaGeometry(self.local_heads)
+        self.plan = VerifyPlan(geometry, shape.max_batch, shape.max_nodes, max_tokens, self.device)
         self.pool = torch.zeros(
-            shape.num_layers, shape.num_slots, shape.row_dim, dtype=getattr(torch, shape.dtype), device=device
+            shape.num_layers, shape.num_slots, shape.row_dim, dtype=getattr(torch, shape.dtype), device=self.device
         )
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
@@ -49,6 +63,7 @@ class AttentionWorker:
     def _write(self, work: Write, frames: list[memoryview], replica: Replica) -> list[Frame]:
         slots = replica.prefix_slots(work.seq)[work.start : work.start + work.count]
         self._store(slots, self._rows(frames[0], len(slots)))
+        self.comm.wait()
         return []
 
     def _attend(self, work: Attend, frames: list[memoryview], replica: Replica) -> list[Frame]:
@@ -56,27 +71,47 @@ class AttentionWorker:
         nodes = sum(request.n for request in work.requests)
         self._store(np.concatenate([request.tree_slots for request in requests]), self._rows(frames[0], nodes))
         q = self._rows(frames[1], nodes, self.local_heads)
-        layers = [
-            verify_attention(layer_q, layer_pool, requests, softmax_scale=work.softmax_scale)
-            for layer_q, layer_pool in zip(q, self.pool, strict=True)
-        ]
-        out = self.comm.gather(torch.stack([out for out, _ in layers]).cpu())
-        lse = self.comm.gather(torch.stack([lse for _, lse in layers]).cpu())
-        if out is None or lse is None:
+        self.plan.update(requests)
+        share_bytes = len(self.pool) * nodes * self.local_heads * (KV_LORA_RANK * q.itemsize + 4)
+        share = torch.empty(share_bytes, dtype=torch.uint8, device=self.device)
+        for layer in zip(q, self.pool, *self._out_and_lse(share, nodes), strict=True):
+            self.plan.run(*layer, work.softmax_scale)
+        shares = self.comm.gather(share)
+        if shares is None:
+            self.comm.wait()
             return []
-        return [frame_of(torch.cat(out, dim=2)), frame_of(torch.cat(lse, dim=2))]
+        results = zip(*(self._out_and_lse(share, nodes) for share in shares), strict=True)
+        replies = [self._download(torch.cat(parts, dim=2)) for parts in results]
+        self.comm.wait()
+        return [frame_of(reply) for reply in replies]
+
+    def _out_and_lse(self, share: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+        """Of a rank's share of a step: out [layers, nodes, heads/tp, kv_lora_rank], lse [layers, nodes, heads/tp]."""
+        shape = (len(self.pool), nodes, self.local_heads)
+        lse = share[-4 * math.prod(shape) :].view(torch.float32)
+        out = share[: -4 * lse.numel()].view(self.pool.dtype)
+        return out.view(*shape, KV_LORA_RANK), lse.view(shape)
 
     def _rows(self, frame: memoryview, *shape: int) -> Tensor:
         """[layers, *shape, row_dim] on the pool's device."""
         layers, _, row_dim = self.pool.shape
-        return tensor_of(frame, self.pool.dtype, (layers, *shape, row_dim)).to(self.pool.device)
+        rows = tensor_of(frame, self.pool.dtype, (layers, *shape, row_dim), self.pinned)
+        return rows.to(self.device, non_blocking=True)
+
+    def _download(self, result: Tensor) -> Tensor:
+        """On the CPU, once the stream has been waited for."""
+        host = torch.empty(result.shape, dtype=result.dtype, pin_memory=self.pinned)
+        return host.copy_(result, non_blocking=True)
 
     def _store(self, slots: np.ndarray, rows: Tensor) -> None:
-        self.pool[:, torch.as_tensor(slots.astype(np.int64), device=self.pool.device)] = rows
+        self.pool[:, self._upload(slots)] = rows
+
+    def _upload(self, slots: np.ndarray) -> Tensor:
+        index = torch.from_numpy(slots.astype(np.int64))
+        return (index.pin_memory() if self.pinned else index).to(self.device, non_blocking=True)
 
     def _content_digest(self, slots: np.ndarray) -> str:
-        rows = self.pool[:, torch.as_tensor(slots.astype(np.int64), device=self.pool.device)].cpu()
-        return blake2b(frame_of(rows), digest_size=8).hexdigest()
+        return blake2b(frame_of(self.pool[:, self._upload(slots)].cpu()), digest_size=8).hexdigest()
 
 
 def _request(request: TreeRequest, replica: Replica) -> VerifyRequest:

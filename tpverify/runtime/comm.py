@@ -1,10 +1,10 @@
-"""Collectives between the ranks of one group, on CPU tensors."""
+"""Collectives between the ranks of one group: by sockets between CPUs, by NCCL between GPUs."""
 
 import socket
 import struct
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from tpverify.runtime.frames import frame_of
 
 RETRY_S = 0.02  # between attempts to reach a rank 0 that does not listen yet
+UNIQUE_ID_BYTES = 128  # NCCL's
 HELLO = struct.Struct("<I")  # a rank's number, the first thing it sends
 
 
@@ -24,8 +25,8 @@ class Comm(Protocol):
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """On rank 0 every rank's x, all of one shape, in rank order; None elsewhere."""
 
-    def allgather(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        """Every rank's x [rows[rank], ...], one after another: [sum(rows), ...]."""
+    def wait(self) -> None:
+        """Return when this rank has done all that it was asked for: a GPU's work is only enqueued until then."""
 
     def destroy(self) -> None:
         """Close the connections. The communicator cannot be used afterwards."""
@@ -64,6 +65,7 @@ class SocketComm:
         return parts
 
     def allgather(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """Every rank's x [rows[rank], ...], one after another: [sum(rows), ...]."""
         assert len(rows) == self.size and x.shape[0] == rows[self.rank]
         if self.size == 1:
             return x
@@ -81,10 +83,53 @@ class SocketComm:
             peer.sendall(frame_of(out))
         return out
 
+    def wait(self) -> None:
+        pass
+
     def destroy(self) -> None:
         for peer in self._peers:
             peer.close()
         self._peers = []
+
+
+class GpuComm:
+    """Ranks with a GPU each, by NCCL; or ranks that share GPUs, which NCCL refuses, by their sockets. Tensors on GPUs.
+
+    nccl: a pynccl.Communicator, which stays when this is destroyed; None for a rank alone, or one that shares a GPU.
+    """
+
+    def __init__(self, sockets: SocketComm, nccl: Any) -> None:
+        self.rank, self.size = sockets.rank, sockets.size
+        self._sockets, self._nccl = sockets, nccl
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        if self.size == 1:
+            return [x]
+        if self._nccl is None:
+            return self._sockets.gather(x.cpu())
+        out = x.new_empty(self.size, *x.shape)
+        self._nccl.allgather(x, out)
+        return list(out) if self.rank == 0 else None
+
+    def wait(self) -> None:
+        if self._nccl is None:
+            torch.cuda.current_stream().synchronize()
+        else:
+            self._nccl.wait()
+
+    def destroy(self) -> None:
+        self._sockets.destroy()
+
+
+def join_nccl(sockets: SocketComm, device: str, deadline_s: float) -> Any:
+    """A pynccl.Communicator of the ranks that these sockets connect, which carry its name. Raises as pynccl.init."""
+    from tpverify import pynccl
+
+    name = torch.empty(0, dtype=torch.uint8)
+    if sockets.rank == 0:
+        name = torch.frombuffer(bytearray(pynccl.unique_id()), dtype=torch.uint8)
+    name = sockets.allgather(name, [UNIQUE_ID_BYTES] + [0] * (sockets.size - 1))
+    return pynccl.init(name.numpy().tobytes(), sockets.rank, sockets.size, device=device, deadline_s=deadline_s)
 
 
 def _accept(path: str, size: int, timeout_s: float) -> list[socket.socket]:

@@ -17,7 +17,7 @@ from tpverify.model.drafter import Drafter
 from tpverify.model.parallel import TensorParallel
 from tpverify.ops.attention import VerifyRequest
 from tpverify.ops.plan import VerifyPlan
-from tpverify.runtime.comm import Comm
+from tpverify.runtime.comm import SocketComm
 from tpverify.runtime.frames import frame_of
 from tpverify.runtime.messages import (
     ContentDigest,
@@ -45,7 +45,7 @@ class DecoderWorker:
     """Rank r of tp. Every rank keeps, by slot, the latent rows of all layers, the final hidden state and the features
     that the drafter reads, so that any of them could take over from rank 0."""
 
-    def __init__(self, comm: Comm, device: str, options: dict[str, Any]) -> None:
+    def __init__(self, comm: SocketComm, device: str, options: dict[str, Any]) -> None:
         shape = msgspec.convert(options, DecoderOptions)
         torch.set_num_threads(1)  # ranks share cores
         torch.set_grad_enabled(False)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tpverify.config import check_type
 from tpverify.errors import ArgumentError, PoolFull, describe
 from tpverify.kv.log import KvLog
 from tpverify.runtime.coordinator import Coordinator
@@ -27,9 +28,10 @@ class Engine:
     call's further prompts wait while its own sequences leave no room for them, but never for another call's.
 
     model: "tiny", the shipped byte-level model, or the directory of a checkpoint in DeepSeek-V3's layout (dense layers,
-    safetensors; a drafter/ folder beside it makes "ddtree" and "chain" possible). num_slots: tokens that the KV pool
-    can hold, the trees being verified included. max_batch: sequences a step; further prompts wait. prefill_chunk:
-    prompt tokens a step. group: ranks to use instead of starting some; closing the engine leaves them running.
+    safetensors; a drafter/ folder beside it makes "ddtree" and "chain" possible). device: "auto" is "cpu", where the
+    decoder computes. num_slots: tokens that the KV pool can hold, the trees being verified included. max_batch:
+    sequences a step; further prompts wait. prefill_chunk: prompt tokens a step. group: CPU ranks to use instead of
+    starting some; closing the engine leaves them running.
 
     Raises ArgumentError (bad input, a checkpoint that lacks a tensor, tp that does not divide the heads), before any
     rank is started; ClusterError (no place for the ranks, or an engine that has ended); RankFailure (a rank died, hung
@@ -48,13 +50,20 @@ class Engine:
         deadline_s: float = 60.0,
         group: RankGroup | None = None,
     ) -> None:
-        setup = EngineSetup(model, tp, num_slots=num_slots, max_batch=max_batch, prefill_chunk=prefill_chunk)
+        setup = EngineSetup(
+            model, tp, device=device, num_slots=num_slots, max_batch=max_batch, prefill_chunk=prefill_chunk
+        )
         self.setup, self.config, self.drafter, self.tp = setup, setup.config, setup.drafter, setup.tp
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # a signal's handler may close the engine within a step of its own thread
         self._slots: dict[int, int] = {}  # by sequence under way: what it may come to hold
         self._left: list[Generation] = []  # their reader went away; closed between two steps
         self._owned = group is None
-        self._group = RankGroup(setup.tp, device, deadline_s) if group is None else group
+        check_type("group", group, (RankGroup, type(None)), "a RankGroup or None")
+        if group is None:
+            group = RankGroup(setup.tp, "cpu", deadline_s)
+        elif group.device != "cpu":
+            raise ArgumentError("group", "CPU ranks: the decoder computes on CPUs", f"ranks on {group.device}")
+        self._group = group
         options = {
             "checkpoint": str(setup.directory.resolve()),
             "num_slots": setup.num_slots,
@@ -199,10 +208,12 @@ class Engine:
             return self._coordinator.stats()
 
     def close(self) -> None:
-        """End the engine, and its ranks unless they were lent to it. Can be called again."""
-        self._coordinator.close()
-        if self._owned:
-            self._group.close()
+        """End the engine, and its ranks unless they were lent to it. Can be called again. Another thread's step is
+        waited for; its call raises ClusterError then."""
+        with self._turn:
+            self._coordinator.close()
+            if self._owned:
+                self._group.close()
 
     def __enter__(self) -> "Engine":
         return self

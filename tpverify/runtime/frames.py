@@ -11,9 +11,14 @@ def frame_of(tensor: Tensor) -> memoryview:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def tensor_of(frame: bytes | bytearray | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A new CPU tensor with the bytes of `frame`. Raises ValueError unless they fill the shape exactly."""
-    tensor = torch.empty(*shape, dtype=dtype)
+def tensor_of(
+    frame: bytes | bytearray | memoryview, dtype: torch.dtype, shape: Sequence[int], pinned: bool = False
+) -> Tensor:
+    """A new CPU tensor with the bytes of `frame`. Raises ValueError unless they fill the shape exactly.
+
+    pinned: in memory from which a GPU copies by itself.
+    """
+    tensor = torch.empty(*shape, dtype=dtype, pin_memory=pinned)
     view = frame_of(tensor)
     if len(frame) != len(view):
         raise ValueError(f"frame: expected {len(view)} bytes for {dtype} {tuple(shape)}, got {len(frame)}")

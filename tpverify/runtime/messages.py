@@ -30,6 +30,16 @@ class Configure(_Work, frozen=True):
     rendezvous: str
 
 
+class Preflight(_Work, frozen=True):
+    """Join all tp ranks by NCCL, gather a pattern, leave again. rendezvous: as in Configure.
+
+    Result: what pynccl.preflight found, or {"hung": text}.
+    """
+
+    tp: int
+    rendezvous: str
+
+
 class Write(_Work, frozen=True):
     """Latents of committed positions start..start+count-1. Frame: [layers, count, row_dim], pool dtype."""
 
@@ -116,7 +126,7 @@ class Ping(_Work, frozen=True):
     """Nothing but the log entries. The reply returns the frames as they came."""
 
 
-Work = Configure | Write | Attend | Decode | HiddenDigest | ContentDigest | Ping
+Work = Configure | Preflight | Write | Attend | Decode | HiddenDigest | ContentDigest | Ping
 
 
 class Step(msgspec.Struct, array_like=True, frozen=True):

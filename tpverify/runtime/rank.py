@@ -9,7 +9,7 @@ import msgspec
 
 from tpverify.kv.log import Replica
 from tpverify.runtime import messages
-from tpverify.runtime.messages import Configure, Frame, Ping, Reply, Step, Work
+from tpverify.runtime.messages import Configure, Frame, Ping, Preflight, Reply, Step, Work
 
 # Imported when first configured: a rank without a worker ("tables") replays the log and needs no torch.
 WORKERS = {
@@ -17,6 +17,7 @@ WORKERS = {
     "decoder": "tpverify.runtime.decoder_worker:DecoderWorker",
 }
 TABLES = "tables"
+PREFLIGHT_S = 30.0  # for NCCL to connect and to gather
 
 
 class Worker(Protocol):
@@ -29,11 +30,13 @@ class Worker(Protocol):
 class RankServer:
     """Turns the frames of a Step into the frames of a Reply. Whatever goes wrong is an error text in the reply."""
 
-    def __init__(self, rank: int, device: str, timeout_s: float) -> None:
-        self.rank, self.device, self.timeout_s = rank, device, timeout_s
+    def __init__(self, rank: int, device: str, nccl: bool, timeout_s: float) -> None:
+        """device: as torch calls it. nccl: the ranks have a GPU each, and gather by NCCL. timeout_s: for peers."""
+        self.rank, self.device, self.nccl, self.timeout_s = rank, device, nccl, timeout_s
         self.replica: Replica | None = None
         self.worker: Worker | None = None
         self.comm: Any = None
+        self._joined: dict[int, Any] = {}  # by number of ranks: NCCL's communicators serve every later Configure
 
     def answer(self, message: list[memoryview]) -> list[Frame]:
         number, digest, error, result = -1, "", None, None
@@ -68,6 +71,8 @@ class RankServer:
         if isinstance(work, Configure):
             self._configure(work)
             return None, []
+        if isinstance(work, Preflight):
+            return self._preflight(work), []
         if self.worker is None or self.replica is None:
             raise RuntimeError(f"this rank has no worker for {type(work).__name__}")
         return self.worker.handle(work, frames, self.replica)
@@ -78,9 +83,28 @@ class RankServer:
         self.worker = self.comm = None  # frees the old pool before the new one is built
         if work.kind == TABLES:
             return
-        from tpverify.runtime.comm import SocketComm
+        from tpverify.runtime.comm import GpuComm, SocketComm, join_nccl
 
         module, name = WORKERS[work.kind].split(":")
         build = getattr(importlib.import_module(module), name)
-        self.comm = SocketComm(work.rendezvous, self.rank, work.tp, self.timeout_s)
+        self.comm = sockets = SocketComm(work.rendezvous, self.rank, work.tp, self.timeout_s)
+        if self.device != "cpu":
+            if self.nccl and work.tp > 1 and work.tp not in self._joined:
+                self._joined[work.tp] = join_nccl(sockets, self.device, self.timeout_s)
+            self.comm = GpuComm(sockets, self._joined.get(work.tp))
         self.worker = build(self.comm, self.device, work.options)
+
+    def _preflight(self, work: Preflight) -> dict[str, Any]:
+        from tpverify import pynccl
+        from tpverify.runtime.comm import SocketComm, join_nccl
+
+        sockets = SocketComm(work.rendezvous, self.rank, work.tp, self.timeout_s)
+        try:
+            comm = join_nccl(sockets, self.device, PREFLIGHT_S)
+            found = pynccl.preflight(comm, comm.device)
+            comm.destroy()
+            return found
+        except TimeoutError as late:
+            return {"hung": str(late)}
+        finally:
+            sockets.destroy()

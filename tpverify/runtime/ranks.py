@@ -1,7 +1,6 @@
 """A group of ranks: Ray actors on this node, started once, stepped together, torn down together."""
 
 import atexit
-import math
 import os
 import select
 import signal
@@ -21,13 +20,15 @@ from tpverify.config import DEVICES, check_choice, check_deadline, check_int, ch
 from tpverify.errors import ClusterError, RankFailure
 from tpverify.runtime import cluster, messages
 from tpverify.runtime.actor import Rank
-from tpverify.runtime.messages import Frame, Ping, Reply, Step
+from tpverify.runtime.device import choose
+from tpverify.runtime.messages import Frame, Ping, Preflight, Reply, Step
 from tpverify.runtime.transport import CALLS, RayTransport, Transport, ZmqTransport
 
 TRANSPORTS: dict[str, Callable[[int], Transport]] = {"zmq": ZmqTransport, "ray": RayTransport}
 CONTROL = "control"  # the concurrency group that answers while a step runs
 RENDEZVOUS = "rendezvous"  # the socket at which ranks meet, in a directory of ours
 START_DEADLINE_S = 120.0  # to start a process and import torch, which many ranks do at once on few cores
+NO_PEER_TO_PEER = {"NCCL_P2P_DISABLE": "1"}  # what NCCL is told where GPUs cannot reach each other's memory
 POLL_S = 0.05  # how long a dead rank can go unnoticed
 BLAME_S = 1.0  # how long to look for the cause behind an error or a silence
 KILL_S = 2.0  # what Ray gets to end a process before we do
@@ -50,6 +51,8 @@ class RankGroup:
 
     device: "auto" takes GPUs if the node has one for every rank. deadline_s bounds the wait for a place and every step.
     oversubscribe: ranks share GPUs, for parity tests only. transport: "zmq", or "ray" for plain actor calls.
+    device_reason: why "auto" took CPUs. collectives: what carries a step's results; for "nccl" by which paths, whether
+    GPUs read each other's memory, and microseconds of an all-gather by bytes a rank.
     After any failure, Ctrl-C included, everything is released, and a new group can start on the same cluster.
     Raises ArgumentError, ClusterError (no place for the ranks), RankFailure (a rank did not start).
     """
@@ -82,12 +85,33 @@ class RankGroup:
     def _start(self, device: str, transport: Callable[[int], Transport], oversubscribe: bool) -> None:
         cluster.check_socket_path(os.path.join(tempfile.gettempdir(), "tpverify-01234567", RENDEZVOUS))
         self._resources.enter_context(cluster.session())
-        gpus = _gpus_each(self.size, device, oversubscribe)
-        self.device = "cuda" if gpus else "cpu"
-        bundles = self._resources.enter_context(cluster.placement(self.size, gpus, self.deadline_s))
+        place = choose(self.size, device, oversubscribe, cluster.this_node().gpus)
+        self.device, self.device_reason = place.device, place.reason
+        self.collectives: dict[str, Any] = {"backend": "sockets"}
+        bundles = self._resources.enter_context(cluster.placement(self.size, place.gpus, self.deadline_s))
+        running = self._resources.enter_context(ExitStack())
+        nccl = self.size > 1 and place.gpus == 1
+        self._start_ranks(running, transport, bundles, place.gpus, nccl, {})
+        if nccl and "hung" in self._preflight(True):
+            running.close()
+            self._start_ranks(running, transport, bundles, place.gpus, nccl, NO_PEER_TO_PEER)
+            if "hung" in self._preflight(False):
+                raise RankFailure(0, 0, f"with and without peer-to-peer: {self.collectives['hung']}")
+
+    def _start_ranks(
+        self,
+        running: ExitStack,
+        transport: Callable[[int], Transport],
+        bundles: Any,
+        gpus: float,
+        nccl: bool,
+        environment: dict[str, str],
+    ) -> None:
+        """running: unwound, it ends them."""
+        self._actors, self.pids = [], []
         self.transport = transport(self.size)
-        self._resources.callback(self.transport.close)
-        self._resources.callback(self._kill)
+        running.callback(self.transport.close)
+        running.callback(self._kill)
         # A rank waits for its peers longer than the driver does for it, so that the driver is first to say who is late.
         peer_timeout_s = max(START_DEADLINE_S, 2 * self.deadline_s)
         root = str(Path(tpverify.__file__).parent.parent)
@@ -96,11 +120,20 @@ class RankGroup:
         for rank in range(self.size):
             place = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
             options = actor.options(num_cpus=0, num_gpus=gpus, scheduling_strategy=place)
-            self._actors.append(options.remote(root, rank, self.device, peer_timeout_s))
+            self._actors.append(options.remote(root, rank, self.device, nccl, peer_timeout_s, environment))
         self._sentinels = self.transport.start(self._actors)
         self.call(Step(0, 1, [], Ping()), deadline_s=START_DEADLINE_S)
         self.transport.settled()
         self.pids = self._collect_pids()
+
+    def _preflight(self, peer_to_peer: bool) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="tpverify-") as directory:
+            work = Preflight(self.size, os.path.join(directory, RENDEZVOUS))
+            answers = self.call(Step(0, 1, [], work), deadline_s=START_DEADLINE_S)
+        found = [answer.result() for answer in answers]
+        hung = [result for result in found if "hung" in result]
+        self.collectives = {"backend": "nccl", "peer_to_peer": peer_to_peer} | (hung or found)[0]
+        return self.collectives
 
     def call(
         self,
@@ -215,16 +248,6 @@ class RankGroup:
             for process in _not_ended(processes, KILL_S):  # stopped or stuck in a driver
                 signal.pidfd_send_signal(process, signal.SIGKILL)
             _not_ended(processes, REAP_S)
-
-
-def _gpus_each(size: int, device: str, oversubscribe: bool) -> float:
-    """GPUs a rank: 0 for CPU ranks. Raises ClusterError if device is "cuda" and the node has too few."""
-    gpus = cluster.this_node().gpus
-    if device == "cpu" or (device == "auto" and gpus < (1 if oversubscribe else size)):
-        return 0
-    if gpus < size and oversubscribe and gpus:
-        return math.floor(1e4 * gpus / size) / 1e4  # Ray counts in ten-thousandths
-    return 1
 
 
 def _process(pid: int, handles: ExitStack) -> int | None:

@@ -13,6 +13,7 @@ from tpverify.errors import ArgumentError, PoolFull
 from tpverify.kv.log import KvLog
 from tpverify.ops.attention import KV_LORA_RANK, ROW_DIM, check_scale
 from tpverify.runtime.coordinator import Coordinator
+from tpverify.runtime.device import for_attention
 from tpverify.runtime.frames import frame_of, tensor_of
 from tpverify.runtime.messages import Attend, ContentDigest, TreeRequest, Write
 from tpverify.runtime.ranks import RankGroup
@@ -57,6 +58,8 @@ class VerifyRuntime:
     RankFailure when a rank fails, after which everything has been released. group: at least cfg.tp ranks to use instead
     of starting some. Its device and deadline count then, not cfg's; closing the runtime leaves it running, and a later
     runtime on it ends this one.
+
+    On GPUs the bfloat16 kernel runs: device "auto" takes them if each rank can have one and cfg.dtype is "bfloat16".
     """
 
     def __init__(self, cfg: RuntimeConfig, *, group: RankGroup | None = None) -> None:
@@ -68,8 +71,11 @@ class VerifyRuntime:
         self._trees: dict[int, DraftTree] = {}
         self._seconds: dict[str, float] = {}
         self._owned = group is None
+        check_type("group", group, (RankGroup, type(None)), "a RankGroup or None")
+        wanted = cfg.device if group is None else group.device
+        device, self._device_reason = for_attention(wanted, cfg.dtype, cfg.geometry, cfg.tp)
         if group is None:
-            group = RankGroup(cfg.tp, cfg.device, cfg.deadline_s, oversubscribe=cfg.oversubscribe)
+            group = RankGroup(cfg.tp, device, cfg.deadline_s, oversubscribe=cfg.oversubscribe)
         self._group = group
         options = {
             "num_heads": cfg.geometry.num_heads,
@@ -77,6 +83,8 @@ class VerifyRuntime:
             "num_layers": cfg.num_layers,
             "num_slots": cfg.num_slots,
             "dtype": cfg.dtype,
+            "max_batch": cfg.max_batch,
+            "max_nodes": cfg.max_nodes,
         }
         try:
             self._coordinator = Coordinator(self._group, "attention", options, num_slots=cfg.num_slots, tp=cfg.tp)
@@ -168,10 +176,13 @@ class VerifyRuntime:
         return {answer.reply.rank: answer.result() for answer in self._coordinator.step(ContentDigest(seq))}
 
     def stats(self) -> dict[str, Any]:
-        """The log's counts, steps sent, device, and rank 0's seconds by stage in the last verify."""
+        """The log's counts, steps sent, rank 0's seconds by stage in the last verify, the device, why it is no GPU
+        where device="auto" was asked for, and what gathers the results."""
         return self._coordinator.stats() | {
             "tp": self.cfg.tp,
             "device": self._group.device,
+            "device_reason": self._device_reason or self._group.device_reason,
+            "collectives": dict(self._group.collectives),
             "last_verify_seconds": dict(self._seconds),
         }
 

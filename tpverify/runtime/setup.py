@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tpverify import native
-from tpverify.config import MAX_NODES, MlaGeometry, check_int
+from tpverify.config import DEVICES, MAX_NODES, MlaGeometry, check_choice, check_int
 from tpverify.errors import ArgumentError, PoolFull
 from tpverify.model.checkpoint import find_checkpoint, resolve
 from tpverify.model.drafter import find_drafter
@@ -20,11 +20,14 @@ class EngineSetup:
         model: str | Path = "tiny",
         tp: int = 8,
         *,
+        device: str = "auto",
         num_slots: int = 16384,
         max_batch: int = 8,
         prefill_chunk: int = 256,
     ) -> None:
         native.host()  # a TPVERIFY_NATIVE that cannot be met
+        if check_choice("device", device, DEVICES) == "cuda":
+            raise ArgumentError("device", "cpu or auto: the decoder computes on CPUs", device)
         self.directory = resolve(model)
         self.config, _ = find_checkpoint(self.directory)
         self.drafter = find_drafter(self.directory, self.config)

@@ -1,0 +1,166 @@
+"""Which device ranks get, and why: decided before any rank is started."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tpverify
+from tpverify import pynccl
+from tpverify.config import MlaGeometry, RuntimeConfig
+from tpverify.errors import ArgumentError, ClusterError
+from tpverify.ops import cuda
+from tpverify.runtime import cluster
+from tpverify.runtime.device import Place, choose, for_attention, gpu_index
+from tpverify.runtime.engine import Engine
+from tpverify.runtime.ranks import RankGroup
+from tpverify.runtime.runtime import VerifyRuntime
+
+HEADS = MlaGeometry(64)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation with CUDA kernels and NCCL."""
+    monkeypatch.setattr(cuda, "library", lambda: object())
+    monkeypatch.setattr(pynccl, "why_not", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("work", "argument", "text"),
+    [
+        (("float32", HEADS, 8), "dtype", "expected bfloat16 on device 'cuda', got float32"),
+        (("bfloat16", MlaGeometry(1024), 4), "tp", "expected at most 128 heads a rank on device 'cuda', got 256"),
+    ],
+)
+def test_work_that_the_kernel_does_not_take(kernels: None, work: tuple[Any, ...], argument: str, text: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        for_attention("cuda", *work)
+    assert (error.value.argument, str(error.value)) == (argument, f"{argument}: {text}")
+    chosen, reason = for_attention("auto", *work)
+    assert chosen == "cpu" and reason.startswith(f"{argument}: the kernel needs")
+    assert for_attention("cpu", *work) == ("cpu", "")
+
+
+def test_work_that_the_kernel_takes(kernels: None) -> None:
+    for wanted in ("auto", "cuda", "cpu"):
+        assert for_attention(wanted, "bfloat16", HEADS, 8) == (wanted, "")
+
+
+def test_installation_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "library", lambda: "no nvcc")
+    with pytest.raises(ArgumentError, match="^device: expected an installation with CUDA kernels .*, got no nvcc"):
+        for_attention("cuda", "bfloat16", HEADS, 8)
+    assert for_attention("auto", "bfloat16", HEADS, 8) == ("cpu", "device: the kernel needs an installation with CUDA kernels, got no nvcc")  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("asked", "place"),
+    [
+        ((8, "cpu", False, 8), Place("cpu", 0, "")),
+        ((8, "auto", False, 8), Place("cuda", 1, "")),
+        ((8, "auto", False, 7), Place("cpu", 0, "8 ranks, 7 GPUs on the driver's node")),
+        ((1, "auto", True, 0), Place("cpu", 0, "1 ranks, 0 GPUs on the driver's node")),
+        ((8, "cuda", False, 7), Place("cuda", 1, "")),  # whom Ray then has no place for
+        ((8, "cuda", True, 0), Place("cuda", 1, "")),
+        ((8, "cuda", True, 8), Place("cuda", 1, "")),
+        ((8, "cuda", True, 1), Place("cuda", 0.125, "")),
+        ((8, "auto", True, 2), Place("cuda", 0.25, "")),
+        ((3, "cuda", True, 2), Place("cuda", 0.5, "")),  # two thirds each would leave no GPU for the third
+        ((7, "cuda", True, 3), Place("cuda", 0.3333, "")),
+    ],
+)
+def test_places(kernels: None, asked: tuple[Any, ...], place: Place) -> None:
+    assert choose(*asked) == place
+    assert place.gpus in (0, 1) or asked[0] <= asked[3] * int(1 / place.gpus + 1e-9)
+
+
+def test_ranks_with_a_gpu_each_need_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynccl, "why_not", lambda: "NCCL needs the package nccl4py")
+    assert choose(2, "auto", False, 2) == Place("cpu", 0, "NCCL needs the package nccl4py")
+    with pytest.raises(ClusterError, match="package nccl4py"):
+        choose(2, "cuda", False, 2)
+    assert choose(1, "cuda", False, 2) == Place("cuda", 1, "")
+    assert choose(4, "cuda", True, 2) == Place("cuda", 0.5, ""), "ranks that share GPUs gather by sockets"
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible", "index"),
+    [
+        ("3", "3", 0),
+        ("10", "2,10,11", 1),
+        ("11", None, 11),
+        ("5", "", 5),
+        ("GPU-8f5a", "GPU-1b2c,GPU-8f5a", 1),
+    ],
+)
+def test_own_gpu_among_those_that_the_process_sees(assigned: str, visible: str | None, index: int) -> None:
+    """vllm#25113, #14807, #5590: the user's CUDA_VISIBLE_DEVICES was overwritten, ignored, or sorted as text."""
+    assert gpu_index(assigned, visible) == index
+
+
+NAMED = (
+    f"import sys; sys.path.insert(0, {str(Path(tpverify.__file__).parent.parent)!r})"
+    + """
+import os, ray
+from tpverify.runtime import cluster
+os.environ["CUDA_VISIBLE_DEVICES"] = "10,2,11"
+begin = ray.init
+ray.init = lambda *arguments, **options: begin(*arguments, num_gpus=3, **options)
+root = sys.path[0]
+
+class Probe:
+    def look(self):
+        sys.path.insert(0, root)
+        from tpverify.runtime.device import own_gpu
+        return os.environ.get("CUDA_VISIBLE_DEVICES"), own_gpu()
+
+with cluster.session():
+    for environment in ({}, {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}):
+        actor = ray.remote(num_gpus=1, num_cpus=0, runtime_env={"env_vars": environment})(Probe)
+        actors = [actor.remote() for _ in range(3)]
+        print(sorted(ray.get([one.look.remote() for one in actors], timeout=60)))
+        for one in actors:
+            ray.kill(one)
+"""
+)
+
+
+@pytest.mark.ray
+def test_ray_gives_every_actor_its_own_gpu() -> None:
+    """Three GPUs that Ray only believes in, on a machine whose user kept others for himself."""
+    done = subprocess.run([sys.executable, "-c", NAMED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    alone, all_see_all = map(ast.literal_eval, done.stdout.splitlines())
+    assert alone == [("10", "cuda:0"), ("11", "cuda:0"), ("2", "cuda:0")]
+    assert all_see_all == [("10,2,11", f"cuda:{i}") for i in range(3)]
+
+
+@pytest.fixture
+def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankGroup, "_start", lambda *_: pytest.fail("ranks were started"))
+
+
+def test_float32_on_gpus_is_refused_before_ranks_start(kernels: None, no_start: None) -> None:
+    with pytest.raises(ArgumentError, match="^dtype: expected bfloat16 on device 'cuda', got float32$"):
+        VerifyRuntime(RuntimeConfig(device="cuda", dtype="float32"))
+
+
+def test_the_decoder_on_gpus_is_refused_before_ranks_start(no_start: None) -> None:
+    with pytest.raises(ArgumentError, match="^device: expected cpu or auto: the decoder computes on CPUs, got cuda$"):
+        Engine("tiny", device="cuda")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_stats_say_why_auto_took_cpus(kernels: None) -> None:
+    with VerifyRuntime(RuntimeConfig(tp=1, num_slots=8)) as runtime:
+        found = runtime.stats()
+    assert (found["device"], found["collectives"]) == ("cpu", {"backend": "sockets"})
+    assert found["device_reason"] == "dtype: the kernel needs bfloat16, got float32"
+    gpus = cluster.this_node().gpus
+    with RankGroup(gpus + 1, "auto") as group:
+        assert (group.device, group.device_reason) == ("cpu", f"{gpus + 1} ranks, {gpus} GPUs on the driver's node")

@@ -1,0 +1,82 @@
+"""Where ranks run: on GPUs where each can have one and the kernel takes the work, else on CPUs, and why."""
+
+import math
+import os
+from typing import NamedTuple
+
+import ray
+
+from tpverify.config import MlaGeometry
+from tpverify.errors import ArgumentError, ClusterError
+
+
+class Place(NamedTuple):
+    """device: "cpu" or "cuda". gpus: a rank's share, as Ray counts. reason: why "auto" did not take GPUs, or ""."""
+
+    device: str
+    gpus: float
+    reason: str
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks share GPUs, which NCCL refuses."""
+        return 0 < self.gpus < 1
+
+
+def for_attention(device: str, dtype: str, geometry: MlaGeometry, tp: int) -> tuple[str, str]:
+    """`device` for verify attention in `dtype`; "cpu", with the reason, for "auto" if the kernel does not take it.
+
+    Raises ArgumentError if the device is "cuda" all the same.
+    """
+    if device == "cpu":
+        return device, ""
+    from tpverify.ops import cuda  # torch: ranks import this module too, and not all of them need it
+
+    library, heads = cuda.library(), geometry.num_heads // tp
+    refusals = {
+        "dtype": ("bfloat16", dtype, dtype != "bfloat16"),
+        "tp": (f"at most {cuda.MAX_HEADS} heads a rank", f"{heads}", heads > cuda.MAX_HEADS),
+        "device": ("an installation with CUDA kernels", library, isinstance(library, str)),
+    }
+    for argument, (expected, got, refused) in refusals.items():
+        if refused:
+            if device == "cuda":
+                raise ArgumentError(argument, f"{expected} on device 'cuda'", got)
+            return "cpu", f"{argument}: the kernel needs {expected}, got {got}"
+    return device, ""
+
+
+def choose(size: int, device: str, oversubscribe: bool, gpus: int) -> Place:
+    """A place for `size` ranks on a node with so many GPUs. Raises ClusterError if GPUs are asked for without NCCL."""
+    if device == "cpu":
+        return Place("cpu", 0, "")
+    if device == "auto" and gpus < (1 if oversubscribe else size):
+        return Place("cpu", 0, f"{size} ranks, {gpus} GPUs on the driver's node")
+    if gpus < size and oversubscribe and gpus:
+        ranks_each = -(-size // gpus)
+        return Place("cuda", math.floor(1e4 / ranks_each) / 1e4, "")  # Ray counts in ten-thousandths
+    if size > 1 and gpus >= size and (missing := _nccl_missing()):
+        if device == "cuda":
+            raise ClusterError(missing)
+        return Place("cpu", 0, missing)
+    return Place("cuda", 1, "")
+
+
+def _nccl_missing() -> str | None:
+    from tpverify import pynccl
+
+    return pynccl.why_not()
+
+
+def own_gpu() -> str:
+    """The GPU that Ray gave to this actor, as torch calls it here."""
+    (assigned, *_) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return f"cuda:{gpu_index(assigned, os.environ.get('CUDA_VISIBLE_DEVICES'))}"
+
+
+def gpu_index(assigned: str, visible: str | None) -> int:
+    """The number of GPU `assigned` among those that CUDA_VISIBLE_DEVICES lets this process see.
+
+    Ray leaves an actor with its own alone, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES tells it not to.
+    """
+    return visible.split(",").index(assigned) if visible else int(assigned)
