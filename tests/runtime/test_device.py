@@ -11,9 +11,10 @@ import pytest
 import tpverify
 from tpverify import pynccl
 from tpverify.config import MlaGeometry, RuntimeConfig
-from tpverify.errors import ArgumentError, ClusterError
+from tpverify.errors import ArgumentError, ClusterError, RankFailure
 from tpverify.ops import cuda
 from tpverify.runtime import cluster
+from tpverify.runtime.coordinator import Coordinator
 from tpverify.runtime.device import Place, choose, for_attention, gpu_index
 from tpverify.runtime.engine import Engine
 from tpverify.runtime.ranks import RankGroup
@@ -60,17 +61,17 @@ def test_installation_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("asked", "place"),
     [
-        ((8, "cpu", False, 8), Place("cpu", 0, "")),
-        ((8, "auto", False, 8), Place("cuda", 1, "")),
-        ((8, "auto", False, 7), Place("cpu", 0, "8 ranks, 7 GPUs on the driver's node")),
-        ((1, "auto", True, 0), Place("cpu", 0, "1 ranks, 0 GPUs on the driver's node")),
-        ((8, "cuda", False, 7), Place("cuda", 1, "")),  # whom Ray then has no place for
-        ((8, "cuda", True, 0), Place("cuda", 1, "")),
-        ((8, "cuda", True, 8), Place("cuda", 1, "")),
-        ((8, "cuda", True, 1), Place("cuda", 0.125, "")),
-        ((8, "auto", True, 2), Place("cuda", 0.25, "")),
-        ((3, "cuda", True, 2), Place("cuda", 0.5, "")),  # two thirds each would leave no GPU for the third
-        ((7, "cuda", True, 3), Place("cuda", 0.3333, "")),
+        ((8, "cpu", False, 8), Place("cpu", 0)),
+        ((8, "auto", False, 8), Place("cuda", 1, True)),
+        ((8, "auto", False, 7), Place("cpu", 0, False, "8 ranks, 7 GPUs on the driver's node")),
+        ((1, "auto", True, 0), Place("cpu", 0, False, "1 ranks, 0 GPUs on the driver's node")),
+        ((8, "cuda", False, 7), Place("cuda", 1, True)),  # whom Ray then has no place for
+        ((8, "cuda", True, 0), Place("cuda", 1, True)),
+        ((8, "cuda", True, 8), Place("cuda", 1, True)),
+        ((8, "cuda", True, 1), Place("cuda", 0.125)),
+        ((8, "auto", True, 2), Place("cuda", 0.25)),
+        ((3, "cuda", True, 2), Place("cuda", 0.5)),  # two thirds each would leave no GPU for the third
+        ((7, "cuda", True, 3), Place("cuda", 0.3333)),
     ],
 )
 def test_places(kernels: None, asked: tuple[Any, ...], place: Place) -> None:
@@ -80,11 +81,11 @@ def test_places(kernels: None, asked: tuple[Any, ...], place: Place) -> None:
 
 def test_ranks_with_a_gpu_each_need_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynccl, "why_not", lambda: "NCCL needs the package nccl4py")
-    assert choose(2, "auto", False, 2) == Place("cpu", 0, "NCCL needs the package nccl4py")
+    assert choose(2, "auto", False, 2) == Place("cpu", 0, False, "NCCL needs the package nccl4py")
     with pytest.raises(ClusterError, match="package nccl4py"):
         choose(2, "cuda", False, 2)
-    assert choose(1, "cuda", False, 2) == Place("cuda", 1, "")
-    assert choose(4, "cuda", True, 2) == Place("cuda", 0.5, ""), "ranks that share GPUs gather by sockets"
+    assert choose(1, "cuda", False, 2) == Place("cuda", 1)
+    assert choose(4, "cuda", True, 2) == Place("cuda", 0.5), "ranks that share GPUs gather by sockets"
 
 
 @pytest.mark.parametrize(
@@ -164,3 +165,29 @@ def test_stats_say_why_auto_took_cpus(kernels: None) -> None:
     gpus = cluster.this_node().gpus
     with RankGroup(gpus + 1, "auto") as group:
         assert (group.device, group.device_reason) == ("cpu", f"{gpus + 1} ranks, {gpus} GPUs on the driver's node")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_ranks_start_again_without_peer_to_peer_if_nccl_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nccl#1999, vllm#33041: the first collective hangs on PCIe although the driver says that GPUs reach each other."""
+    started: list[list[int]] = []
+
+    def preflight(self: RankGroup, peer_to_peer: bool) -> dict[str, Any]:
+        started.append(self.pids)
+        self.collectives = {"peer_to_peer": peer_to_peer} | ({"hung": "no answer"} if len(started) < hangs + 1 else {})
+        return self.collectives
+
+    monkeypatch.setattr("tpverify.runtime.ranks.choose", lambda *_: Place("cpu", 0, True))
+    monkeypatch.setattr(RankGroup, "_preflight", preflight)
+    hangs = 1
+    with RankGroup(2) as group:
+        first, second = started
+        assert group.pids == second and not set(first) & set(second)
+        assert not any(Path(f"/proc/{pid}/cmdline").exists() for pid in first)
+        assert group.collectives == {"peer_to_peer": False}
+        assert Coordinator(group, "tables", {}, num_slots=8).digests()[1]
+    started, hangs = [], 2
+    with pytest.raises(RankFailure, match="with and without peer-to-peer: no answer"):
+        RankGroup(2)
+    assert len(started) == 2

@@ -11,16 +11,13 @@ from tpverify.errors import ArgumentError, ClusterError
 
 
 class Place(NamedTuple):
-    """device: "cpu" or "cuda". gpus: a rank's share, as Ray counts. reason: why "auto" did not take GPUs, or ""."""
+    """device: "cpu" or "cuda". gpus: a rank's share, as Ray counts. nccl: whether ranks gather by NCCL: several with a
+    GPU each, for it refuses two on one. reason: why "auto" did not take GPUs, or ""."""
 
     device: str
     gpus: float
-    reason: str
-
-    @property
-    def shared(self) -> bool:
-        """Whether ranks share GPUs, which NCCL refuses."""
-        return 0 < self.gpus < 1
+    nccl: bool = False
+    reason: str = ""
 
 
 def for_attention(device: str, dtype: str, geometry: MlaGeometry, tp: int) -> tuple[str, str]:
@@ -49,17 +46,17 @@ def for_attention(device: str, dtype: str, geometry: MlaGeometry, tp: int) -> tu
 def choose(size: int, device: str, oversubscribe: bool, gpus: int) -> Place:
     """A place for `size` ranks on a node with so many GPUs. Raises ClusterError if GPUs are asked for without NCCL."""
     if device == "cpu":
-        return Place("cpu", 0, "")
+        return Place("cpu", 0)
     if device == "auto" and gpus < (1 if oversubscribe else size):
-        return Place("cpu", 0, f"{size} ranks, {gpus} GPUs on the driver's node")
+        return Place("cpu", 0, reason=f"{size} ranks, {gpus} GPUs on the driver's node")
     if gpus < size and oversubscribe and gpus:
         ranks_each = -(-size // gpus)
-        return Place("cuda", math.floor(1e4 / ranks_each) / 1e4, "")  # Ray counts in ten-thousandths
+        return Place("cuda", math.floor(1e4 / ranks_each) / 1e4)  # Ray counts in ten-thousandths
     if size > 1 and gpus >= size and (missing := _nccl_missing()):
         if device == "cuda":
             raise ClusterError(missing)
-        return Place("cpu", 0, missing)
-    return Place("cuda", 1, "")
+        return Place("cpu", 0, reason=missing)
+    return Place("cuda", 1, nccl=size > 1)
 
 
 def _nccl_missing() -> str | None:

@@ -20,7 +20,7 @@ from tpverify.config import DEVICES, check_choice, check_deadline, check_int, ch
 from tpverify.errors import ClusterError, RankFailure
 from tpverify.runtime import cluster, messages
 from tpverify.runtime.actor import Rank
-from tpverify.runtime.device import choose
+from tpverify.runtime.device import Place, choose
 from tpverify.runtime.messages import Frame, Ping, Preflight, Reply, Step
 from tpverify.runtime.transport import CALLS, RayTransport, Transport, ZmqTransport
 
@@ -90,11 +90,10 @@ class RankGroup:
         self.collectives: dict[str, Any] = {"backend": "sockets"}
         bundles = self._resources.enter_context(cluster.placement(self.size, place.gpus, self.deadline_s))
         running = self._resources.enter_context(ExitStack())
-        nccl = self.size > 1 and place.gpus == 1
-        self._start_ranks(running, transport, bundles, place.gpus, nccl, {})
-        if nccl and "hung" in self._preflight(True):
+        self._start_ranks(running, transport, bundles, place, {})
+        if place.nccl and "hung" in self._preflight(True):
             running.close()
-            self._start_ranks(running, transport, bundles, place.gpus, nccl, NO_PEER_TO_PEER)
+            self._start_ranks(running, transport, bundles, place, NO_PEER_TO_PEER)
             if "hung" in self._preflight(False):
                 raise RankFailure(0, 0, f"with and without peer-to-peer: {self.collectives['hung']}")
 
@@ -103,8 +102,7 @@ class RankGroup:
         running: ExitStack,
         transport: Callable[[int], Transport],
         bundles: Any,
-        gpus: float,
-        nccl: bool,
+        where: Place,
         environment: dict[str, str],
     ) -> None:
         """running: unwound, it ends them."""
@@ -119,8 +117,8 @@ class RankGroup:
         actor = ray.remote(concurrency_groups=groups, max_restarts=0, max_task_retries=0)(Rank)  # type: ignore[call-overload]
         for rank in range(self.size):
             place = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
-            options = actor.options(num_cpus=0, num_gpus=gpus, scheduling_strategy=place)
-            self._actors.append(options.remote(root, rank, self.device, nccl, peer_timeout_s, environment))
+            options = actor.options(num_cpus=0, num_gpus=where.gpus, scheduling_strategy=place)
+            self._actors.append(options.remote(root, rank, where.device, where.nccl, peer_timeout_s, environment))
         self._sentinels = self.transport.start(self._actors)
         self.call(Step(0, 1, [], Ping()), deadline_s=START_DEADLINE_S)
         self.transport.settled()
