@@ -93,6 +93,7 @@ def test_training_model_is_the_shipped_one_as_transformers_loads_it() -> None:
         ("attention_bias", True),
         ("hidden_act", "gelu"),
         ("num_key_value_heads", 1),
+        ("num_hidden_layers", 2 * 10**9),  # names of its tensors alone would fill the memory
         ("kv_lora_rank", 0),
         ("kv_lora_rank", "512"),
         ("kv_lora_rank", None),
@@ -185,6 +186,7 @@ def test_a_look_at_a_checkpoint_reads_no_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", '{"weight_map": null}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}', "\x00",
+     '{"weight_map": {"model.norm.weight": "\\ud800.safetensors"}}',
      '{"weight_map": {"a": ""}}', '{"weight_map": {"a": "b\\u0000.safetensors"}}', '{"weight_map": {}}'],
 )  # fmt: skip
 def test_a_broken_index_is_one_clear_error(tmp_path: Path, text: str) -> None:

@@ -133,6 +133,8 @@ BAD_DRAFTERS: list[tuple[dict[str, Any], str]] = [
     ({"feature_layers": []}, "drafter/feature_layers"), ({"feature_layers": [1, 5]}, "drafter/feature_layers"),
     ({"feature_layers": [0]}, "drafter/feature_layers"), ({"feature_layers": 3}, "drafter/feature_layers"),
     ({"feature_layers": ["1"]}, "drafter/feature_layers"), ({"layers": 2}, "drafter/config.json"),
+    ({"num_hidden_layers": 2 * 10**9}, "drafter/num_hidden_layers"), ({"head_dim": 2**30}, "drafter/head_dim"),
+    ({"num_attention_heads": 2**31 - 1}, "drafter/num_attention_heads"),
     ({"num_hidden_layers": 3}, "drafter/layers.2"), ({"intermediate_size": 100}, "drafter/layers.0"),
 ]  # fmt: skip
 

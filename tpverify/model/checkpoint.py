@@ -13,7 +13,16 @@ from torch import Tensor
 
 from tpverify.config import check_int, check_type
 from tpverify.errors import ArgumentError
-from tpverify.model.files import SINGLE, Places, check_fields, check_tensors, find_tensors, read_object, read_tensors
+from tpverify.model.files import (
+    MAX_LAYERS,
+    SINGLE,
+    Places,
+    check_fields,
+    check_tensors,
+    find_tensors,
+    read_object,
+    read_tensors,
+)
 
 PACKAGED = {"tiny": Path(__file__).parent / "tiny"}
 
@@ -45,6 +54,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
         if self.q_lora_rank is not None:
             check_int("q_lora_rank", self.q_lora_rank, 1, 2**31 - 1)
         for token in self.eos_tokens:

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from tpverify.config import MAX_DEPTH, check_int
 from tpverify.errors import ArgumentError, describe
 from tpverify.model.checkpoint import ModelConfig, save_tensors
-from tpverify.model.files import Places, check_fields, check_tensors, find_tensors, read_object, read_tensors
+from tpverify.model.files import (
+    MAX_LAYERS,
+    Places,
+    check_fields,
+    check_tensors,
+    find_tensors,
+    read_object,
+    read_tensors,
+)
 from tpverify.ops import gemm
 
 
@@ -42,6 +50,9 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         check_fields(self, "drafter/")
         check_int("drafter/block_size", self.block_size, 2, MAX_DEPTH + 1)
+        check_int("drafter/num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
+        for name in ("num_attention_heads", "head_dim"):  # torch multiplies them in 63 bits
+            check_int(f"drafter/{name}", getattr(self, name), 1, 4096)
         if self.head_dim % 2:
             raise ArgumentError("drafter/head_dim", "an even number", self.head_dim)
         if not self.feature_layers:

@@ -22,6 +22,8 @@ SINGLE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth")
 WEIGHTS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
+MAX_LAYERS = 1024  # every layer's names are made before a file is opened
+
 Places = dict[str, Path]  # a tensor's name -> the file that holds it
 
 
@@ -100,5 +102,5 @@ def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 def _open(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name that no file can have
         raise ArgumentError(str(file), "a readable safetensors file", error) from None
