@@ -255,6 +255,18 @@ def test_a_stream_that_is_dropped_in_the_middle_of_anothers_step(fresh, monkeypa
     assert engine.stats()["sequences"] == 0
 
 
+def test_closing_waits_for_another_threads_step(ray_session):
+    """Its ranks are not taken from under it: the call's error is that the engine ended, not that a rank died."""
+    with ThreadPoolExecutor(3) as pool, Engine("tiny", tp=2, device="cpu") as engine:
+        calls = [pool.submit(engine.generate, held_out(9)[0], max_new_tokens=2000) for _ in range(3)]
+        while engine.stats()["steps"] < 5 and not calls[0].done():
+            pass
+        engine.close()
+        for call in calls:
+            with pytest.raises(ClusterError, match="ended|closed"):
+                call.result(timeout=60)
+
+
 def test_an_ended_engine_is_an_error_and_keeps_its_stats(fresh):
     engine = fresh(1)
     engine.generate(b"x", max_new_tokens=2)

@@ -210,9 +210,9 @@ class Engine:
     def close(self) -> None:
         """End the engine, and its ranks unless they were lent to it. Can be called again. Another thread's step is
         waited for; its call raises ClusterError then."""
-        with self._turn:
-            self._coordinator.close()
-            if self._owned:
+        self._coordinator.close()  # no further step begins
+        if self._owned:
+            with self._turn:
                 self._group.close()
 
     def __enter__(self) -> "Engine":
