@@ -114,9 +114,9 @@ tpv_status check_workspace_pointer(const tpv_verify_split& split, void* workspac
 
 // q, kv, out and lse, whose elements have `size` bytes.
 tpv_status check_tensors(const tpv_verify_run_params& r, int64_t size) {
-  TPV_TRY(check_aligned("q", r.q, 4));
-  TPV_TRY(check_multiple("q_stride_node", r.q_stride_node, std::max<int64_t>(4 / size, 1)));
-  TPV_TRY(check_multiple("q_stride_head", r.q_stride_head, std::max<int64_t>(4 / size, 1)));
+  TPV_TRY(check_aligned("q", r.q, 16));
+  TPV_TRY(check_multiple("q_stride_node", r.q_stride_node, 16 / size));
+  TPV_TRY(check_multiple("q_stride_head", r.q_stride_head, 16 / size));
   TPV_TRY(check_aligned("kv", r.kv, 16));
   TPV_TRY(check_multiple("kv_stride_slot", r.kv_stride_slot, 16 / size));
   TPV_TRY(check_range("kv_stride_slot", r.kv_stride_slot, kRow, UINT32_MAX / size));

@@ -20,18 +20,25 @@ struct RequestTable {
   const uint64_t* words;       // [sum of n * ceil(n/64)]: bit j of row i, node i sees node j
 };
 
-// One block's piece: a row tile of a request against tokens [begin, end). Written by the planner.
-struct WorkItem {
-  int32_t request;
-  int32_t row_tile;   // first row is row_tile * rows of a tile
-  int32_t begin, end; // tokens of the request, prefix first
-  int32_t partial;    // index of the partial result
-  int32_t pad[3];
+// One block's piece: a row tile of a request against some of its tokens. Written by the planner, and all that a block needs
+// before it can fetch: what is cold in the caches costs a block as many round trips as loads that wait for another.
+struct alignas(16) WorkItem {
+  int32_t slots;       // in the slot table, of the first token
+  int32_t tokens;      // 1 or more
+  int32_t committed;   // of these, so many are prefix; the rest are tree nodes. Below 0: the first is node -committed
+  int32_t row_tile;    // first row is row_tile * rows of a tile
+  int32_t nodes;       // of the request
+  int32_t node_begin;  // its first row of q, in nodes
+  int32_t word_begin;  // its first ancestor word
+  int32_t partial;     // index of the partial result
 };
 
 // Rows whose partials are merged: `count` consecutive partials from `first`, one a split.
-struct MergeItem {
-  int32_t request, row_tile, first, count;
+struct alignas(16) MergeItem {
+  int32_t first, count;
+  int32_t row_tile;
+  int32_t nodes, node_begin;  // of the request
+  int32_t pad[3];
 };
 
 struct PlanHeader {
@@ -45,7 +52,7 @@ struct VerifyParams {
   const void* kv;         // [slots, 576]
   void* out;              // [nodes, heads, 512]
   float* lse;             // [nodes, heads], natural log
-  float* partial_out;     // [partials, tile rows, 512], normalised
+  float* partial_out;     // [partials, tile rows, 512], normalised, in the order of partial.cuh
   float* partial_lse;     // [partials, tile rows], log2
   const PlanHeader* header;
   const WorkItem* items;

@@ -213,7 +213,7 @@ typedef struct tpv_verify_run_params {
     void* stream;
     int32_t kernel;  /* tpv_kernel */
     int32_t dtype;   /* tpv_dtype of q, kv and out: the kernel's */
-    const void* q;   /* [nodes, heads, 576], 4-byte aligned, strides multiples of 4 bytes */
+    const void* q;   /* [nodes, heads, 576], 16-byte aligned, strides multiples of 16 bytes */
     const void* kv;  /* [slots, 576], 16-byte aligned, stride a multiple of 16 bytes */
     void* out;       /* [out_nodes, heads, 512], 8-byte aligned, strides multiples of 8 bytes */
     float* lse;      /* [out_nodes, heads], natural log */

@@ -19,15 +19,9 @@ FLASH = {16: "1, 1", 32: "1, 2", 64: "2, 2"}
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="NOT run: no nvcc")
 
 
-def option(source):
-    """What CMakeLists.txt adds for a flash kernel."""
-    (flag,) = re.findall(r"COMPILE_OPTIONS (-Xptxas\S+)\)", (CSRC / "CMakeLists.txt").read_text())
-    return [flag] if re.match(r"verify/flash_\d", source) else []
-
-
 def compile_kernel(source, arch, folder):
     """ptxas's report: {kernel: (registers, spill bytes, stack bytes, static shared memory)}."""
-    command = ["nvcc", "-std=c++20", "-O3", f"-arch={arch}", f"-I{CSRC}", "-Xptxas=-v", *option(source), "-cubin"]
+    command = ["nvcc", "-std=c++20", "-O3", f"-arch={arch}", f"-I{CSRC}", "-Xptxas=-v", "-cubin"]
     output = folder / f"{source.replace('/', '_')}.{arch}.cubin"
     done = subprocess.run([*command, CSRC / source, "-o", output], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr

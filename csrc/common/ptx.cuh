@@ -3,17 +3,25 @@
 #include <cuda_bf16.h>
 #include <cstdint>
 
+#include "../params.h"
+
 namespace tpv {
 
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The same value, of which the compiler knows nothing: what is made of it is neither hoisted out of a loop nor merged.
+// The same value, of which the compiler knows nothing: what is made of it is neither recomputed nor merged with other uses.
 __device__ __forceinline__ uint32_t opaque(uint32_t value) {
   asm volatile("mov.u32 %0, %0;" : "+r"(value));
   return value;
 }
+
+// A value that all lanes hold, in a uniform register: redux writes one, and the compiler keeps it there.
+__device__ __forceinline__ int uniform(int value) { return __reduce_max_sync(~0u, value); }
+
+// The same value, which the compiler has to keep: it cannot make it again.
+__device__ __forceinline__ uint32_t kept(uint32_t value) { return __shfl_sync(~0u, value, threadIdx.x % 32); }
 
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -35,10 +43,6 @@ __device__ __forceinline__ void load_matrix_transposed(uint32_t (&r)[4], uint32_
 __device__ __forceinline__ void load_shared(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
-}
-
-__device__ __forceinline__ void load_shared(uint32_t (&r)[2], uint32_t address) {
-  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
 }
 
 __device__ __forceinline__ void load_shared(float (&r)[2], uint32_t address) {
@@ -72,9 +76,33 @@ __device__ __forceinline__ void store_shared(uint32_t address, float a, float b)
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void store_shared(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
+
+// Global loads whose place in the program stays: issued together, they cost one round trip.
+__device__ __forceinline__ void load_global(uint32_t& value, const int32_t* pointer) {
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "+r"(value) : "l"(pointer));  // + so that it is loaded where it stays
+}
+
+__device__ __forceinline__ WorkItem load_item(const WorkItem* item) {
+  int4 a, b;
+  asm volatile("ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w) : "l"(item));
+  asm volatile("ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4+16];" : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w) : "l"(item));
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+__device__ __forceinline__ void prefetch(const void* pointer) { asm volatile("prefetch.global.L1 [%0];" ::"l"(pointer)); }
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -94,23 +122,35 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "r"(parity) : "memory");
 }
 
+// Whether a wait would return at once, for all lanes; asked early, the answer is there when it is needed.
+__device__ __forceinline__ bool barrier_ready(uint32_t barrier, uint32_t parity) {
+  uint32_t ready;
+  asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n selp.b32 %0, 1, 0, p;\n}\n"
+               : "=r"(ready) : "r"(barrier), "r"(parity) : "memory");
+  return ready != 0;
+}
+
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same, and whether `value` is true in any of the threads.
-__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool value) {
-  uint32_t any;
+// One row of them.
+__device__ __forceinline__ void copy_row(uint32_t destination, uint64_t source, uint32_t bytes, uint32_t barrier) {
   asm volatile(
-      "{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n barrier.red.or.pred q, %2, %3, p;\n selp.b32 %0, 1, 0, q;\n}\n"
-      : "=r"(any) : "r"((uint32_t)value), "r"(id), "r"(threads) : "memory");
-  return any != 0;
+      "{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n"
+      " @p cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}\n" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// One row of the pool into shared memory; completes on `barrier`.
-__device__ __forceinline__ void copy_row(uint32_t destination, uint64_t source, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
-               "l"(source), "r"(bytes), "r"(barrier) : "memory");
+// COUNT rows of q or of the pool into shared memory, PITCH bytes apart; completes on `barrier`. A whole warp calls this, with
+// the same arguments in all lanes: branching around it would cost more than the copy.
+template <int COUNT, int PITCH>
+__device__ __forceinline__ void copy_rows(uint32_t destination, const uint64_t (&source)[COUNT], uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n @p mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n}\n" ::"r"(barrier),
+      "r"(bytes * COUNT) : "memory");
+#pragma unroll
+  for (int r = 0; r < COUNT; ++r) copy_row(destination + r * PITCH, source[r], bytes, barrier);
 }
 
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -122,11 +162,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// One lane, known to the compiler as warp-uniform control flow.
-__device__ __forceinline__ bool elect_lane() {
-  uint32_t elected;
-  asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.b32 %0, 1, 0, p;\n}\n" : "=r"(elected));
-  return elected != 0;
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {

@@ -1,88 +1,113 @@
-// Brings rows of the pool into the ring, tile after tile over all items of a block.
+// Brings queries and rows of the pool into the ring, tile after tile over all items of a block.
 #pragma once
 #include "flash_block.cuh"
 
 namespace tpv {
 
-// One PV warp's share of each tile: kCopyRows rows, one bulk copy each. It runs kSlots - 1 tiles ahead of the warp's own
-// count. The common case, a tile in the middle of an item, is next_plain(): it has no branch, for it stands in the way of the
-// next tile's softmax. Positions count slots of the table, in 32 bits: registers are scarce here.
+// One PV warp's share of each tile: kCopyRows rows, one bulk copy each. It runs kSlots - 1 tiles ahead of the warp, which
+// tells how many tiles it has done. The common case, a tile in the middle of an item, is next_whole(): it has no branch but
+// one in kBatch, for it stands in the way of the next tile's softmax.
 template <class T>
 struct Fetcher {
-  static constexpr uint32_t kAhead = T::kSlots - 1;
+  static constexpr int kBatch = 32 / T::kCopyRows;  // tiles, of whose rows each lane knows one slot
   const FlashBlock<T>& block;
   const int first_row;    // of a tile
   int index;              // item
-  int position, end = 0;  // in the slot table: of this lane's row of the next tile, and of the item's end
-  uint32_t slot = 0;      // of that row. Lanes r, r + kCopyRows, ... hold row first_row + r
+  int tile;               // of the item, the next one to fetch; queries come first, below 0
+  uint32_t slots, ahead;  // of this batch of tiles and of the next: lane kCopyRows t + r knows row first_row + r of tile t
 
   __device__ Fetcher(const FlashBlock<T>& block, int warp)
       : block(block), first_row(warp * T::kCopyRows), index(blockIdx.x) {
     open();
   }
 
-  __device__ int lane_row() const { return block.lane() % T::kCopyRows; }
-
   __device__ void open() {
-    if (index >= block.items()) return;
-    const WorkItem item = block.p.items[index];
-    const int begin = block.p.table.slot_begin[item.request];
-    position = begin + item.begin + first_row + lane_row(), end = begin + item.end;
-    if (position < end) slot = __ldg(block.p.table.slots + position);
-  }
-
-  // Every lane computes one row's address, then the rows' addresses are made uniform: a copy takes uniform registers.
-  __device__ void addresses(uint64_t (&source)[T::kCopyRows]) const {
-    const uint64_t address = reinterpret_cast<uint64_t>(block.p.kv) + static_cast<uint64_t>(slot) * block.p.kv_stride_bytes;
-    const uint32_t low = static_cast<uint32_t>(address), high = static_cast<uint32_t>(address >> 32);
-#pragma unroll
-    for (int r = 0; r < T::kCopyRows; ++r)
-      source[r] = static_cast<uint64_t>(__shfl_sync(~0u, high, r)) << 32 | __shfl_sync(~0u, low, r);
-  }
-
-  // The tile after `done`; it is whole and not its item's last.
-  __device__ void next_plain(uint32_t done) {
-    const uint32_t count = done + kAhead;
-    uint64_t source[T::kCopyRows];
-    addresses(source);
-    position += T::kTokens;
-    slot = __ldg(block.p.table.slots + min(position, end - 1));
-    barrier_wait(block.empty(count), block.tile_parity(count) ^ 1);
-    const uint32_t destination = block.tile(count) + first_row * T::kPitch;
-    if (elect_lane()) {
-      barrier_arrive_expect(block.full(count), T::kCopyRows * kRow * 2);
-#pragma unroll
-      for (int r = 0; r < T::kCopyRows; ++r) copy_row(destination + r * T::kPitch, source[r], kRow * 2, block.full(count));
+    uint32_t items;
+    load_global(items, &block.p.header->num_items);
+    const WorkItem item = load_item(block.p.items + index);  // at once with the header: there is one, or room for it
+    if (index >= uniform(items)) {
+      index = INT32_MAX;
+      return;
     }
+    tile = -T::kQueryTiles;
+    load_global(slots, slots_of(item, 0)), load_global(ahead, slots_of(item, kBatch));
   }
 
-  // The same for any tile, and nothing after the last.
+  __device__ const int32_t* slots_of(const WorkItem& item, int first_tile) const {
+    const int token = (first_tile + block.lane / T::kCopyRows) * T::kTokens + first_row + block.lane % T::kCopyRows;
+    return block.p.table.slots + item.slots + min(token, item.tokens - 1);
+  }
+
+  __device__ void turn() {
+    __syncwarp();
+    slots = __shfl_sync(~0u, ahead, block.lane);  // a move that the compiler keeps before the load, which may then land in place
+    load_global(ahead, slots_of(block.item(index), tile + kBatch));
+  }
+
+  __device__ uint32_t slot_of(int r) const {
+    return __shfl_sync(~0u, slots, static_cast<uint32_t>(tile) % kBatch * T::kCopyRows + r);
+  }
+  __device__ uint64_t row_of_pool(uint32_t slot) const {
+    return reinterpret_cast<uint64_t>(block.p.kv) + static_cast<uint64_t>(slot) * block.p.kv_stride_bytes;
+  }
+
+  // Rows beyond the last repeat it; nothing of them is stored.
+  __device__ uint64_t row_of_queries(const WorkItem& item, int r) const {
+    const int row = min(item.row_tile * T::kRows + (tile + T::kQueryTiles) * 16 + first_row + r, item.nodes * block.p.heads - 1);
+    const int node = row / block.p.heads, head = row - node * block.p.heads;
+    return reinterpret_cast<uint64_t>(block.p.q) +
+           ((item.node_begin + node) * block.p.q_stride_node + head * block.p.q_stride_head) * 2;
+  }
+
+  // Of the next tile's rows, to be asked for well before next_whole().
+  struct Slots {
+    uint32_t row[T::kCopyRows];
+  };
+  __device__ Slots next_slots() const {
+    Slots s;
+#pragma unroll
+    for (int r = 0; r < T::kCopyRows; ++r) s.row[r] = slot_of(r);
+    return s;
+  }
+
+  // A tile of tokens that is whole and not its item's last.
+  __device__ void next_whole(const Slots& slots, uint32_t done) {
+    const uint32_t count = done + T::kSlots - 1;
+    uint64_t source[T::kCopyRows];
+#pragma unroll
+    for (int r = 0; r < T::kCopyRows; ++r) source[r] = row_of_pool(slots.row[r]);
+    barrier_wait(block.empty(count), block.tile_parity(count) ^ 1);
+    copy_rows<T::kCopyRows, T::kPitch>(block.tile(count) + first_row * T::kPitch, source, kRow * 2, block.full(count));
+    if (static_cast<uint32_t>(++tile) % kBatch == 0) turn();
+  }
+
+  // Any tile; nothing after the last.
   __device__ void next(uint32_t done) {
-    if (index >= block.items()) return;
-    const uint32_t count = done + kAhead;
+    if (index == INT32_MAX) return;
+    const uint32_t count = done + T::kSlots - 1;
+    const WorkItem item = block.item(index);
     barrier_wait(block.empty(count), block.tile_parity(count) ^ 1);
     const uint32_t destination = block.tile(count) + first_row * T::kPitch, full = block.full(count);
-    const int valid = min(max(end - position + lane_row(), 0), T::kCopyRows);
+    const int valid = tile < 0 ? T::kCopyRows : min(max(item.tokens - tile * T::kTokens - first_row, 0), T::kCopyRows);
     // Zeros where no token is: P is 0 there, and 0 times what was left could be NaN.
     for (int r = valid; r < T::kCopyRows; ++r)
-      for (int i = block.lane(); i < kRow / 8; i += 32) store_shared(destination + r * T::kPitch + i * 16, 0u, 0u, 0u, 0u);
+      for (int i = block.lane; i < kRow / 8; i += 32) store_shared(destination + r * T::kPitch + i * 16, 0u, 0u, 0u, 0u);
     if (valid < T::kCopyRows) fence_async_proxy();
     __syncwarp();
-    uint64_t source[T::kCopyRows];
-    addresses(source);
-    if (elect_lane()) {
-      barrier_arrive_expect(full, valid * kRow * 2);
-#pragma unroll
-      for (int r = 0; r < T::kCopyRows; ++r)
-        if (r < valid) copy_row(destination + r * T::kPitch, source[r], kRow * 2, full);
-    }
+    if (block.lane == 0) barrier_arrive_expect(full, valid * kRow * 2);
     __syncwarp();
-    position += T::kTokens;
-    if (position - lane_row() - first_row < end) {
-      if (position < end) slot = __ldg(block.p.table.slots + position);
-    } else {
+    const int own = block.lane % T::kCopyRows;
+    const uint64_t address = tile < 0 ? row_of_queries(item, own) : row_of_pool(slot_of(own));
+#pragma unroll
+    for (int r = 0; r < T::kCopyRows; ++r) {
+      const uint64_t source = __shfl_sync(~0u, address, r);
+      if (r < valid) copy_row(destination + r * T::kPitch, source, kRow * 2, full);
+    }
+    if (++tile == block.tiles_of(item)) {
       index += gridDim.x;
       open();
+    } else if (tile > 0 && tile % kBatch == 0) {
+      turn();
     }
   }
 };

@@ -11,22 +11,24 @@ template <int GROUPS, int MT>
 __global__ void __launch_bounds__(FlashTraits<GROUPS, MT>::kThreads, 1) flash_verify(const __grid_constant__ VerifyParams p) {
   using T = FlashTraits<GROUPS, MT>;
   extern __shared__ __align__(128) char shared[];
-  const FlashBlock<T> block{p, opaque(smem_address(shared))};
+  const FlashBlock<T> block{p, opaque(smem_address(shared)), static_cast<int>(threadIdx.x % 32)};
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kSlots; ++i) {
       barrier_init(block.full(i), T::kPvWarps);
       barrier_init(block.empty(i), T::kQkWarps + T::kPvWarps);
     }
     for (int g = 0; g < T::kGroups; ++g) {
-      barrier_init(block.scores_full(g), T::kMTiles);
+      barrier_init(block.scores_full(g), 2);
       barrier_init(block.scores_empty(g), 4);
     }
+    for (int i = 0; i < 2 * T::kGroups; ++i) store_shared(block.exceeds(i / 2, i), ~0u);
     fence_barrier_init();
   }
   __syncthreads();
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  cudaTriggerProgrammaticLaunchCompletion();  // the combine kernel's blocks may come as soon as there is room for them
+  const int warp = uniform(threadIdx.x / 32);
   if (warp < T::kQkWarps) {
-    QkWarp<T>(block).run();
+    QkWarp<T>(block, warp).run();
   } else {
     PvWarp<T>(block, warp - T::kQkWarps).run();
   }

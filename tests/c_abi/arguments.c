@@ -106,10 +106,10 @@ void check_arguments(void) {
     FP32(p.dtype = TPV_BFLOAT16, "dtype: expected TPV_FLOAT32 for this kernel, got 1");
     RUN(p.dtype = 0, "dtype: ");
     FP32(p.split.heads = 200, "heads: expected 1..128, got 200");
-    RUN(p.q = host + 2, "q: expected device memory aligned to 4 bytes");
-    RUN(p.q_stride_node = 577, "q_stride_node: expected a multiple of 2, got 577");
-    RUN(p.q_stride_head = -576, "q_stride_head: expected a multiple of 2, got -576");
-    FP32(p.q_stride_head = -576, "q_stride_head: expected a multiple of 1, got -576");
+    RUN(p.q = host + 2, "q: expected device memory aligned to 16 bytes");
+    RUN(p.q_stride_node = 577, "q_stride_node: expected a multiple of 8, got 577");
+    RUN(p.q_stride_head = -576, "q_stride_head: expected a multiple of 8, got -576");
+    FP32(p.q_stride_head = -576, "q_stride_head: expected a multiple of 4, got -576");
     RUN(p.kv = host + 8, "kv: expected device memory aligned to 16 bytes");
     RUN(p.kv_stride_slot = 580, "kv_stride_slot: expected a multiple of 8, got 580");
     FP32(p.kv_stride_slot = 578, "kv_stride_slot: expected a multiple of 4, got 578");

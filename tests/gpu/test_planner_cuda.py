@@ -22,6 +22,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 MULTIPROCESSORS = (132, 188)  # H200, RTX PRO 6000
 ITEM_COST = 4.0  # tiles: what starting an item costs, beside its own
 ROOM = 1 << 18  # items and merges
+APART = 1 << 20  # slots from request to request
 
 ENTRY = """
 #include "verify/planner.h"
@@ -30,6 +31,7 @@ extern "C" int make_plan(const int32_t* counts, int batch, int heads, int tile_r
                          tpv::WorkItem* items, tpv::MergeItem* merges) {
   tpv::PlanInput in = {};
   in.table.prefix_len = counts, in.table.nodes = counts + batch;
+  in.table.slot_begin = counts + 2 * batch, in.table.node_begin = in.table.word_begin = counts + 3 * batch;
   in.header = header, in.items = items, in.merges = merges;
   in.batch = batch, in.heads = heads, in.tile_rows = tile_rows;
   in.split_heads = split_heads, in.split_tile_rows = split_tile_rows;
@@ -55,16 +57,24 @@ def tiles_of(prefix, nodes):
 
 
 def plan(planner, lengths, blocks, heads=8, tile_rows=64, split_heads=8, split_tile_rows=64, fixed_length=0):
-    """items [n, 5]: request, row tile, begin, end, partial. merges [m, 4]: request, row tile, first partial, count."""
-    counts = torch.tensor(list(zip(*lengths, strict=True)), dtype=torch.int32, device="cuda").contiguous()
-    header, items, merges = (torch.zeros(size, dtype=torch.int32, device="cuda") for size in (4, ROOM * 8, ROOM * 4))
+    """items [n, 5]: request, row tile, begin, end, partial. merges [m, 4]: request, row tile, first partial, count.
+
+    Requests are told apart by where their slots, and their nodes, begin."""
+    requests = np.arange(len(lengths))
+    table = np.stack([*np.array(lengths).T, requests * APART, requests])
+    counts = torch.tensor(table, dtype=torch.int32, device="cuda").contiguous()
+    header, items, merges = (torch.zeros(size, dtype=torch.int32, device="cuda") for size in (4, ROOM * 8, ROOM * 8))
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (counts, header, items, merges)]
     sizes = (len(lengths), heads, tile_rows, split_heads, split_tile_rows, blocks, fixed_length)
     assert planner(pointers[0], *sizes, *pointers[1:]) == 0
     num_items, num_merges, num_nodes, _ = header.tolist()
     assert num_nodes == sum(nodes for _, nodes in lengths) and num_items < ROOM
-    found = items.view(-1, 8)[:num_items, :5], merges.view(-1, 4)[:num_merges]
-    return [tensor.cpu().numpy() for tensor in found]
+    items, merges = (x.view(-1, 8)[:n].cpu().numpy() for x, n in ((items, num_items), (merges, num_merges)))
+    slots, tokens, committed, row_tile, nodes, node_begin, _, partial = items.T
+    request, begin = slots // APART, slots % APART
+    assert (node_begin == request).all() and (committed + begin == table[0][request]).all()
+    assert (nodes == table[1][request]).all() and (merges[:, 3] == table[1][merges[:, 4]]).all()
+    return np.stack([request, row_tile, begin, begin + tokens, partial], 1), merges[:, [4, 2, 0, 1]]
 
 
 def check_covers(lengths, items, merges, heads, tile_rows):

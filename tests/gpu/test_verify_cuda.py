@@ -57,7 +57,8 @@ class Case:
         return verify_attention(q, self.pool, self.requests, softmax_scale=SCALE, **options)
 
     def check(self, out, lse, sample=24):
-        """Relative error against float64, at most twice that of rounding P and the output to bf16."""
+        """Relative error against float64, at most twice that of rounding P and the output to bf16. A denominator sums
+        P as rounded, so that lse may be 2^-8 off."""
         assert out.isfinite().all() and lse.isfinite().all()
         first = begin = 0
         for (prefix, n), bits in zip(self.lengths, self.bits, strict=True):
@@ -70,7 +71,7 @@ class Case:
                 plain = (weights.bfloat16().double() @ kv[seen, :512]).bfloat16().double()
                 error, bar = (out[first + node].double() - exact).norm(), (plain - exact).norm()
                 assert error <= 2 * bar + 1e-9, (prefix, n, node, float(error / exact.norm()))
-                torch.testing.assert_close(lse[first + node].double(), scores.logsumexp(1), atol=2e-3, rtol=0)
+                torch.testing.assert_close(lse[first + node].double(), scores.logsumexp(1), atol=2**-8, rtol=0)
             first, begin = first + n, begin + prefix + n
 
 
@@ -220,6 +221,6 @@ def test_errors_leave_the_process_usable():
     with pytest.raises(ArgumentError, match="^q: expected at most 128 heads"):
         verify_attention(case.q.repeat(1, 65, 1), case.pool, case.requests, softmax_scale=SCALE)
     shifted = torch.zeros(3 * 2 * 576 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(3, 2, 576)
-    with pytest.raises(ArgumentError, match="^q: expected device memory aligned to 4 bytes"):
+    with pytest.raises(ArgumentError, match="^q: expected device memory aligned to 16 bytes"):
         case(shifted)
     case.check(*case())
