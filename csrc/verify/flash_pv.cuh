@@ -106,7 +106,7 @@ struct PvWarp : FlashBlock<T> {
       for (int m = 0; m < MT; ++m) load_shared(prob[m], probs(step, m));
     };
     const uint32_t exceeding = load_shared_word(this->exceeds(group, step));
-    load_probs();
+    load_probs();  // at once, so that one latency is paid; thrown away if other warps are just making P again
     typename Fetcher<T>::Slots slots;
     if (WHOLE) slots = fetcher.next_slots();  // their way is no longer than that of P
     if (exceeding == step) {
