@@ -120,11 +120,12 @@ def _gpu_ranks() -> Answer:
     """What device="auto" does here with verify attention in bfloat16."""
     import torch
 
-    gpus, library = torch.cuda.device_count(), _cuda_library()
-    if not gpus or not library[0]:
-        return False, "ranks run on CPUs: " + ("no GPUs" if not gpus else library[1])
-    alone = "" if _nccl()[0] else ", one without NCCL"
-    return True, f"up to {gpus} for attention in bfloat16{alone}; float32, and the decoder, run on CPUs"
+    from tpverify.ops import cuda
+
+    if missing := cuda.why_not():
+        return False, f"all ranks run on CPUs: {missing}"
+    gpus = torch.cuda.device_count() if _nccl()[0] else 1
+    return True, f"up to {gpus} for attention in bfloat16; float32, and the decoder, run on CPUs"
 
 
 def _cores() -> Answer:

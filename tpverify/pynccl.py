@@ -116,11 +116,16 @@ def versions() -> str:
 
 
 class _Checks:
-    """What the two communicators have in common: a shape, and arguments that fit it."""
+    """What the two communicators have in common: a shape, arguments that fit it, and an end."""
 
     device: torch.device
     rank: int
     size: int
+    _failure: str | None = None
+
+    def _require_live(self) -> None:
+        if self._failure is not None:
+            raise ConnectionError(f"this communicator has ended: {self._failure}")
 
     def _check(self, name: str, x: Tensor, like: Tensor | None = None, times: int = 1) -> None:
         check_type(name, x, Tensor, f"a contiguous tensor on {self.device}")
@@ -150,7 +155,6 @@ class NcclCommunicator(_Checks):
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.rank, self.size, self.device, self.deadline_s = rank, size, device, deadline_s
-        self._failure: str | None = None
         self._comm = nccl.Communicator()
         name, config = nccl.UniqueId.from_bytes(unique_id), nccl.NCCLConfig(blocking=False)
         self._call(lambda _: self._comm.initialize(size, rank, name, config), None, "the other ranks did not come")
@@ -181,6 +185,7 @@ class NcclCommunicator(_Checks):
         self._enqueue(stream, lambda at: self._comm.recv(out, peer, stream=at))
 
     def wait(self, stream: Any = None) -> None:
+        self._require_live()
         with torch.cuda.device(self.device):
             done = (stream or torch.cuda.current_stream()).record_event()
         self._poll(done.query, "a peer did not take part")
@@ -203,8 +208,7 @@ class NcclCommunicator(_Checks):
         self._failure = "destroyed"
 
     def _enqueue(self, stream: Any, call: Callable[[int], None]) -> None:
-        if self._failure is not None:
-            raise ConnectionError(f"this communicator has ended: {self._failure}")
+        self._require_live()
         self._call(call, stream, "a peer did not connect")
 
     def _call(self, call: Callable[[int], None], stream: Any, blame: str) -> None:
@@ -248,7 +252,6 @@ class GlooCommunicator(_Checks):
 
     def __init__(self, unique_id: bytes, rank: int, size: int, deadline_s: float) -> None:
         self.rank, self.size = rank, size
-        self._failure: str | None = None
         self._group: Any = None
         deadline = timedelta(seconds=deadline_s)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -290,8 +293,7 @@ class GlooCommunicator(_Checks):
         self._run(lambda group: group.recv([out], peer, 0))
 
     def wait(self, stream: Any = None) -> None:
-        if self._failure is not None:
-            raise ConnectionError(f"this communicator has ended: {self._failure}")
+        self._require_live()
 
     def async_error(self) -> str | None:
         return self._failure
@@ -307,7 +309,7 @@ class GlooCommunicator(_Checks):
             self._failure = "destroyed"
 
     def _run(self, call: Callable[[Any], Any]) -> None:
-        self.wait()
+        self._require_live()
         self._guard(lambda: call(self._group).wait())
 
     def _guard(self, call: Callable[[], None]) -> None:

@@ -117,8 +117,8 @@ def test_more_ranks_than_gpus(two_gpus: RankGroup) -> None:
         RankGroup(gpus + 1, "cuda")
 
 
-def config(num_slots: int = 4096) -> RuntimeConfig:
-    return RuntimeConfig(2, "cuda", MlaGeometry(HEADS), 1, num_slots, "bfloat16", deadline_s=5.0)
+def config(layers: int = 1, num_slots: int = 4096) -> RuntimeConfig:
+    return RuntimeConfig(2, "cuda", MlaGeometry(HEADS), layers, num_slots, "bfloat16", deadline_s=5.0)
 
 
 def verify_once(runtime: VerifyRuntime) -> torch.Tensor:
@@ -151,4 +151,4 @@ def test_lost_rank_is_named_and_another_runtime_starts(two_gpus: RankGroup, how:
 def test_a_pool_that_no_gpu_holds(two_gpus: RankGroup) -> None:
     two_gpus.close()
     with pytest.raises(RankFailure, match="OutOfMemoryError: CUDA out of memory"):
-        VerifyRuntime(config(num_slots=2**31 - 1))
+        VerifyRuntime(config(layers=1024, num_slots=400_000))  # 470 GB
