@@ -49,7 +49,7 @@ def prepare(case: VerifyCase, requests: Sequence[VerifyRequest]) -> tuple[Callab
     """Our run, where it writes, and its plan."""
     shape = case.shape
     tokens = shape.batch * shape.prefix
-    plan = VerifyPlan(MlaGeometry(shape.heads), shape.batch, shape.nodes, tokens, case.device)
+    plan = VerifyPlan(MlaGeometry(shape.heads), shape.batch, shape.nodes, tokens, case.device, exact=shape.exact)
     plan.update(requests)
     out = case.q.new_empty(*case.q.shape[:2], LATENT)
     lse = torch.empty(case.q.shape[:2], device=case.device)

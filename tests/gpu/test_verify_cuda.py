@@ -127,6 +127,21 @@ def test_bits_over_tiles_slots_and_batches(lengths, monkeypatch):
     assert all(map(torch.equal, usual, case()))
 
 
+@pytest.mark.parametrize("heads", [2, 64, 128])
+@pytest.mark.parametrize("lengths", [[(9000, 9)], [(100, 33), (0, 5), (20_000, 1)]], ids=str)
+def test_splits_that_fit_the_heads(lengths, heads):
+    """exact=False: other splits, the same promises but that of other head counts."""
+    case = Case(lengths, heads, seed=heads)
+    plan = VerifyPlan(MlaGeometry(heads), 3, 33, 21_000, "cuda", exact=False)
+    plan.update(case.requests)
+    out, lse = case.q.new_empty(case.nodes, heads, 512), torch.empty(case.nodes, heads, device="cuda")
+    plan.run(case.q, case.pool, out, lse, SCALE)
+    case.check(out, lse)
+    again, lse_again = torch.empty_like(out), torch.empty_like(lse)
+    plan.run(case.q, case.pool, again, lse_again, SCALE)
+    assert torch.equal(out, again) and torch.equal(lse, lse_again)
+
+
 def test_a_thousand_repeats():
     """FlashMLA-ETAP pull/3: a missing barrier showed in 17 of 56 configurations."""
     case = Case([(2000, 33), (17, 2)], 8)

@@ -221,6 +221,7 @@ BAD_PLANS = {
     "max_tokens": [-1, None],
     "device": [None, "gpu", "cuda", "cuda:99", "meta", torch.device("meta"), 1.5, [], "cpu:x"],
     "batch_invariant": [None, 1],
+    "exact": [None, 1],
 }
 
 

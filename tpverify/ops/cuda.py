@@ -19,7 +19,7 @@ TILE_ROWS = (16, 32, 64)  # rows (node x heads + head) that a block of the kerne
 KERNELS = {"cuda": 0, "cuda_fp32": 1, "cuda_naive": 2}  # tpv_kernel by backend; only the first takes a plan
 DTYPES = {"cuda": torch.bfloat16, "cuda_fp32": torch.float32, "cuda_naive": torch.float32}  # that they take
 DTYPE_CODES = {torch.bfloat16: 1, torch.float32: 2}  # tpv_dtype
-SPLIT_HEADS = 8  # splits are chosen for this many heads, whatever a rank has: tp 1 to 8 then agree bit for bit
+SPLIT_HEADS = 8  # exact plans choose splits for this many heads, whatever a rank has: tp 1 to 8 then agree bit for bit
 
 _i32, _i64, _u64, _f32, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float, ctypes.c_void_p
 
@@ -144,8 +144,8 @@ class Request:
 class CudaPlan:
     """A step's requests in device buffers of fixed addresses, so that captured runs can be replayed for other steps.
 
-    Limits as of VerifyPlan; kernel one of KERNELS. Everything is allocated here: for "cuda" a workspace of the order of
-    50 MB for 8 heads and 400 MB for 64.
+    Limits and exact as of VerifyPlan; kernel one of KERNELS. Everything is allocated here: for "cuda" a workspace of
+    the order of 50 MB for 8 heads and 400 MB for 64.
     """
 
     def __init__(
@@ -157,11 +157,13 @@ class CudaPlan:
         device: torch.device,
         batch_invariant: bool,
         kernel: str = "cuda",
+        exact: bool = True,
     ) -> None:
         if not 1 <= heads <= MAX_HEADS:
             raise ArgumentError("heads", f"1 to {MAX_HEADS} on CUDA", heads)
         self.heads, self.max_batch, self.max_nodes, self.max_tokens = heads, max_batch, max_nodes, max_tokens
         self.device, self.batch_invariant, self.kernel = device, batch_invariant, kernel
+        self._split_heads = SPLIT_HEADS if exact else heads
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._slots = torch.empty(max_tokens + max_batch * max_nodes, dtype=torch.int32, device=device)
         self._counts = torch.zeros(5, max_batch, dtype=torch.int32, device=device)
@@ -178,7 +180,7 @@ class CudaPlan:
         self.nodes = 0
 
     def _split_of(self, tile_rows: int, split_tile_rows: int) -> VerifySplit:
-        return VerifySplit(self.heads, tile_rows, SPLIT_HEADS, split_tile_rows, self.batch_invariant)
+        return VerifySplit(self.heads, tile_rows, self._split_heads, split_tile_rows, self.batch_invariant)
 
     def _workspace_bytes(self, tile_rows: int, split_tile_rows: int) -> int:
         limits = {"max_batch": self.max_batch, "max_nodes": self.max_nodes, "max_tokens": self.max_tokens}
@@ -196,7 +198,7 @@ class CudaPlan:
         rows = self._split.tile_rows  # of the captured kernel
         if self._captured_nodes is None:
             rows = choose_tile_rows(lengths, self.heads, self._multiprocessors)
-        self._split = self._split_of(rows, choose_tile_rows(lengths, SPLIT_HEADS, self._multiprocessors))
+        self._split = self._split_of(rows, choose_tile_rows(lengths, self._split_heads, self._multiprocessors))
         with torch.cuda.device(self.device):
             self._upload(requests, np.array(lengths, np.int64).reshape(-1, 2))
             if self.kernel == "cuda":

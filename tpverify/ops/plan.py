@@ -31,7 +31,8 @@ class VerifyPlan:
 
     geometry.num_heads heads a call; at most max_batch requests of max_nodes nodes each, and max_tokens prefix tokens in
     all. device: "cpu" (the reference) or a CUDA device (the kernel: 512 + 64 wide, at most 128 heads). batch_invariant
-    as in verify_attention. Raises ArgumentError.
+    as in verify_attention. exact: on CUDA, a head's bits do not depend on how many heads a call has, so tp 1 to 8
+    agree; without it splits fit the heads of this call, which is faster for many heads. Raises ArgumentError.
 
     On a CUDA device run() only launches, so it may be captured in a CUDA graph. Capture it with as many rows of q, out
     and lse as any later step has nodes; a replay then computes what the last update() gave, and rows beyond the step's
@@ -46,9 +47,11 @@ class VerifyPlan:
         max_tokens: int,
         device: str | torch.device,
         batch_invariant: bool = False,
+        exact: bool = True,
     ) -> None:
         check_type("geometry", geometry, MlaGeometry, "an MlaGeometry")
         check_type("batch_invariant", batch_invariant, bool, "a bool")
+        check_type("exact", exact, bool, "a bool")
         self.geometry, self.batch_invariant = geometry, batch_invariant
         self.max_batch = check_int("max_batch", max_batch, 1, 4096)
         self.max_nodes = check_int("max_nodes", max_nodes, 1, MAX_NODES)
@@ -62,9 +65,8 @@ class VerifyPlan:
         if device.type == "cuda":
             if (geometry.kv_lora_rank, geometry.row_dim) != (KV_LORA_RANK, ROW_DIM):
                 raise ArgumentError("geometry", "kv_lora_rank 512 and qk_rope_head_dim 64 on CUDA", geometry)
-            self._cuda = CudaPlan(
-                geometry.num_heads, self.max_batch, self.max_nodes, self.max_tokens, device, batch_invariant
-            )
+            limits = self.max_batch, self.max_nodes, self.max_tokens
+            self._cuda = CudaPlan(geometry.num_heads, *limits, device, batch_invariant, exact=exact)
             self.update([])
 
     def update(self, requests: Sequence[VerifyRequest]) -> None:
