@@ -222,7 +222,7 @@ class NcclCommunicator(_Checks):
         self._poll(lambda: self._state() != "InProgress", blame)
 
     def _state(self) -> str:
-        return self._comm.get_async_error().name
+        return _bindings().Result(self._comm.get_async_error()).name  # nccl4py says Result, and returns an int
 
     def _poll(self, done: Callable[[], bool], blame: str) -> None:
         start = time.monotonic()
@@ -352,16 +352,21 @@ def preflight(comm: Communicator, device: torch.device) -> dict[str, Any]:
 def _nccl() -> Any:
     """nccl4py, once its library is found too. Raises ImportError."""
     try:
-        importlib.import_module("nccl.bindings.nccl").get_version()
+        _bindings().get_version()
         return importlib.import_module("nccl.core")
     except (ImportError, RuntimeError) as error:
         text = str(error).partition("\n")[0]
         raise ImportError(f"NCCL needs the package nccl4py, pip install 'tpverify[cuda]': {text}") from error
 
 
+@functools.cache
+def _bindings() -> Any:
+    return importlib.import_module("nccl.bindings.nccl")
+
+
 def _errors() -> tuple[type[Exception], ...]:
     """What NCCL's calls raise."""
-    return importlib.import_module("nccl.bindings.nccl").NCCLError, _nccl().NcclInvalid
+    return _bindings().NCCLError, _nccl().NcclInvalid
 
 
 def _keep_log() -> None:
