@@ -1,6 +1,7 @@
 """Processes that meet as the ranks of a communicator, each with what its body returned or the OSError it ended with."""
 
 import multiprocessing
+import multiprocessing.util
 import queue
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tpverify import pynccl
 START_S = 60.0
 GONE = "gone"  # in place of the lost one's result
 
+multiprocessing.util.get_temp_dir()  # made now, where it may stay: tests give themselves folders that must end empty
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tpverify.pynccl"])  # torch is imported once for all
 

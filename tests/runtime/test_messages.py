@@ -67,7 +67,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("raw", MALFORMED.values(), ids=MALFORMED.keys())
 def test_malformed_message_is_answered_with_an_error(raw: bytes) -> None:
-    server = RankServer(2, "cpu", 1.0)
+    server = RankServer(2, "cpu", False, 1.0)
     reply, frames = answer(server, raw)
     assert (reply.number, reply.rank, frames) == (-1, 2, [])
     assert reply.error is not None
@@ -76,21 +76,21 @@ def test_malformed_message_is_answered_with_an_error(raw: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_no_bytes_at_all_break_a_rank(raw: bytes) -> None:
-    server = RankServer(0, "cpu", 1.0)
+    server = RankServer(0, "cpu", False, 1.0)
     answer(server, raw)
     assert answer(server, PING)[0].error is None
 
 
 def test_message_without_frames() -> None:
-    assert answer(RankServer(0, "cpu", 1.0))[0].error is not None
+    assert answer(RankServer(0, "cpu", False, 1.0))[0].error is not None
 
 
 def test_ping_returns_its_frames() -> None:
-    assert answer(RankServer(0, "cpu", 1.0), PING, b"", b"abc")[1] == [b"", b"abc"]
+    assert answer(RankServer(0, "cpu", False, 1.0), PING, b"", b"abc")[1] == [b"", b"abc"]
 
 
 def test_entries_are_applied_before_the_work_and_counted_in_the_digest() -> None:
-    server = RankServer(0, "cpu", 1.0)
+    server = RankServer(0, "cpu", False, 1.0)
     configure = Configure(1, 16, TABLES, {}, "")
     empty = answer(server, messages.encode(Step(1, 1, [], configure)))[0]
     opened = answer(server, messages.encode(Step(2, 1, [Open(0)], Ping())))[0]
@@ -99,7 +99,7 @@ def test_entries_are_applied_before_the_work_and_counted_in_the_digest() -> None
 
 
 def test_gap_in_the_log_fences_the_rank_until_it_is_configured_again() -> None:
-    server = RankServer(0, "cpu", 1.0)
+    server = RankServer(0, "cpu", False, 1.0)
     configure = messages.encode(Step(1, 1, [], Configure(1, 16, TABLES, {}, "")))
     answer(server, configure)
     for message in (Step(2, 2, [Open(0)], Ping()), Step(3, 1, [], Ping())):
@@ -111,12 +111,12 @@ def test_gap_in_the_log_fences_the_rank_until_it_is_configured_again() -> None:
 @pytest.mark.parametrize("kind", ["no such worker", "os:system"])
 def test_only_known_workers_are_built(kind: str) -> None:
     step = Step(1, 1, [], Configure(1, 16, kind, {}, ""))
-    error = answer(RankServer(0, "cpu", 1.0), messages.encode(step))[0].error
+    error = answer(RankServer(0, "cpu", False, 1.0), messages.encode(step))[0].error
     assert error is not None and kind in error
 
 
 def test_work_without_a_worker() -> None:
-    error = answer(RankServer(0, "cpu", 1.0), messages.encode(Step(1, 1, [], ContentDigest(0))))[0].error
+    error = answer(RankServer(0, "cpu", False, 1.0), messages.encode(Step(1, 1, [], ContentDigest(0))))[0].error
     assert error is not None and "ContentDigest" in error
 
 
