@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from tpverify import native
 
 CSRC = Path(__file__).parents[1] / "csrc"
+
+# A shell makes what it runs in the background ignore Ctrl-C, and so would the processes that tests start to interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
