@@ -3,15 +3,14 @@
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tpverify import native
 from tpverify.errors import ArgumentError
+from tpverify.ops.staging import Request, RequestTables, StagingRing
 
 CUDA_LIBRARY = "libtpverify_cuda.so"
 MAX_HEADS = 128
@@ -123,24 +122,6 @@ def choose_tile_rows(lengths: Sequence[tuple[int, int]], heads: int, multiproces
     return 32 if rows <= 32 or tiles < 12 else 64
 
 
-def _begins(sizes: np.ndarray) -> np.ndarray:
-    return np.cumsum(sizes) - sizes
-
-
-@dataclass(frozen=True)
-class Request:
-    """A checked request: prefix [S] and tree [n] slots, ancestor words uint64 [n, ceil(n/64)], depths [n]."""
-
-    prefix: Tensor
-    tree: Tensor
-    words: np.ndarray
-    depths: np.ndarray
-
-    @property
-    def nodes(self) -> int:
-        return len(self.words)
-
-
 class CudaPlan:
     """A step's requests in device buffers of fixed addresses, so that captured runs can be replayed for other steps.
 
@@ -165,16 +146,13 @@ class CudaPlan:
         self.device, self.batch_invariant, self.kernel = device, batch_invariant, kernel
         self._split_heads = SPLIT_HEADS if exact else heads
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._slots = torch.empty(max_tokens + max_batch * max_nodes, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(5, max_batch, dtype=torch.int32, device=device)
-        self._words = torch.empty(max_batch * max_nodes * -(-max_nodes // 64), dtype=torch.int64, device=device)
         size = 0
         if kernel == "cuda":
             with torch.cuda.device(device):
                 size = max(self._workspace_bytes(a, b) for a in TILE_ROWS for b in TILE_ROWS)
         self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        tables = [tensor.data_ptr() for tensor in (self._slots, *self._counts, self._words)]
-        self._tables = VerifyRequests(*tables, max_batch, max_nodes, max_tokens)
+        self._tables = RequestTables(max_batch, max_nodes, max_tokens, device, StagingRing())
+        self._requests = VerifyRequests(*self._tables.pointers(), max_batch, max_nodes, max_tokens)
         self._split = self._split_of(16, 16)
         self._captured_nodes: int | None = None
         self.nodes = 0
@@ -189,8 +167,8 @@ class CudaPlan:
         return params.bytes
 
     def update(self, requests: Sequence[Request]) -> None:
-        """Upload the tables and plan, on the current stream. Raises ArgumentError, and changes nothing, for more nodes
-        than a captured run has rows for."""
+        """Enqueue the upload of the tables, and the plan, on the current stream. Raises ArgumentError, and changes
+        nothing, for more nodes than a captured run has rows for."""
         total = sum(request.nodes for request in requests)
         if self._captured_nodes is not None and total > self._captured_nodes:
             raise ArgumentError("requests", f"at most {self._captured_nodes} nodes, as captured", total)
@@ -200,29 +178,15 @@ class CudaPlan:
             rows = choose_tile_rows(lengths, self.heads, self._multiprocessors)
         self._split = self._split_of(rows, choose_tile_rows(lengths, self._split_heads, self._multiprocessors))
         with torch.cuda.device(self.device):
-            self._upload(requests, np.array(lengths, np.int64).reshape(-1, 2))
+            self._tables.upload(requests)
             if self.kernel == "cuda":
                 call("tpv_verify_plan", VerifyPlanParams(**self._common()))
         self.nodes = total
 
-    def _upload(self, requests: Sequence[Request], lengths: np.ndarray) -> None:
-        """lengths int64 [batch, 2]: prefix and nodes."""
-        prefixes, nodes = lengths.T
-        counts = np.zeros((5, self.max_batch), np.int32)
-        counts[:, : len(lengths)] = np.stack(
-            [_begins(prefixes + nodes), prefixes, nodes, _begins(nodes), _begins(nodes * -(-nodes // 64))]
-        )
-        self._counts.copy_(torch.from_numpy(counts))
-        if requests:
-            slots = torch.cat([slots.to(self.device, torch.int32) for r in requests for slots in (r.prefix, r.tree)])
-            self._slots[: len(slots)].copy_(slots)
-            words = np.concatenate([np.ascontiguousarray(r.words).reshape(-1) for r in requests]).view(np.int64)
-            self._words[: len(words)].copy_(torch.from_numpy(words))
-
     def _common(self) -> dict[str, Any]:
         return {
             "split": self._split,
-            "requests": self._tables,
+            "requests": self._requests,
             "workspace": self._workspace.data_ptr(),
             "workspace_bytes": self._workspace.numel(),
             "stream": torch.cuda.current_stream().cuda_stream,

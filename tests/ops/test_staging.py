@@ -1,0 +1,140 @@
+"""A step's tables as they reach the device: every entry against brute force, and host buffers used again in time."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tpverify.ops.staging import RING_BUFFERS, Request, RequestTables, StagingRing
+from tpverify.tree import DraftTree
+
+CPU = torch.device("cpu")
+
+
+class FakeEvent:
+    """Of a copy that is never done by itself: waiting for it is what is counted."""
+
+    def __init__(self):
+        self.pending, self.waits = False, 0
+
+    def record(self):
+        self.pending = True
+
+    def synchronize(self):
+        self.waits += self.pending
+        self.pending = False
+
+
+class Ring(StagingRing):
+    """On the CPU, with what it allocated."""
+
+    def __init__(self):
+        self.sizes, self.events = [], []
+
+        def allocate(count):
+            self.sizes.append(count)
+            return torch.full((count,), -7, dtype=torch.int32)
+
+        def make_event():
+            self.events.append(FakeEvent())
+            return self.events[-1]
+
+        super().__init__(allocate, make_event)
+
+
+def random_request(rng, prefix, nodes):
+    parents = [-1] + [rng.randrange(max(0, i - 3), i) for i in range(1, nodes)]
+    tree = DraftTree.from_parents(np.arange(nodes), parents)
+    slots = torch.tensor(rng.sample(range(1 << 20), prefix + nodes), dtype=torch.int64)
+    return Request(slots[:prefix], slots[prefix:], tree.ancestor_words(), tree.depths), parents
+
+
+def read(address, count, dtype):
+    """What the kernels read: `count` values from an address on."""
+    size = np.dtype(dtype).itemsize * count
+    return np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * size).from_address(address)).view(dtype)
+
+
+def check(tables, max_batch, requests):
+    """Every table that tpverify.h names, by pointer arithmetic alone."""
+    slots, *counts, words = tables.pointers()
+    assert words % 8 == 0 and all(pointer % 4 == 0 for pointer in (slots, *counts))
+    slot_begin, prefix_len, nodes, node_begin, word_begin = (read(row, max_batch, np.int32) for row in counts)
+    node = 0
+    for i, (request, parents) in enumerate(requests):
+        n = len(parents)
+        assert (prefix_len[i], nodes[i], node_begin[i]) == (len(request.prefix), n, node)
+        got = read(slots + 4 * int(slot_begin[i]), len(request.prefix) + n, np.int32)
+        assert got.tolist() == [*request.prefix.tolist(), *request.tree.tolist()]
+        width = -(-n // 64)
+        mask = read(words + 8 * int(word_begin[i]), n * width, np.uint64).reshape(n, width)
+        for row in range(n):
+            seen, at = set(), row
+            while at >= 0:
+                seen.add(at)
+                at = parents[at]
+            assert {j for j in range(64 * width) if int(mask[row, j // 64]) >> j % 64 & 1} == seen
+        node += n
+    assert not nodes[len(requests) :].any(), "requests that are not there have no nodes"
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 4])
+def test_tables_against_brute_force(max_batch):
+    """One object over many steps, larger ones before smaller: nothing stays of an earlier one."""
+    rng = random.Random(max_batch)
+    ring = Ring()
+    tables = RequestTables(max_batch, 150, 3000, CPU, ring)
+    fixed = tables.pointers()
+    check(tables, max_batch, [])
+    for _ in range(12):
+        lengths = [(rng.choice((0, 1, 63, 700)), rng.choice((1, 2, 64, 65, 129, 150))) for _ in range(rng.randint(0, max_batch))]  # fmt: skip  # noqa: E501
+        requests = [random_request(rng, *length) for length in lengths]
+        tables.upload([request for request, _ in requests])
+        check(tables, max_batch, requests)
+    assert tables.pointers() == fixed, "graphs have these addresses"
+    tables.upload([])
+    check(tables, max_batch, [])
+
+
+def test_the_limits_are_room_enough():
+    rng = random.Random(0)
+    requests = [random_request(rng, 40, 129) for _ in range(5)]
+    tables = RequestTables(5, 129, 200, CPU, Ring())
+    tables.upload([request for request, _ in requests])
+    check(tables, 5, requests)
+
+
+def test_strided_and_read_only_tables():
+    slots = torch.arange(200)[::2]
+    words = np.asfortranarray(np.arange(10 * 1, dtype=np.uint64).reshape(10, 1))[::-1]
+    words.flags.writeable = False
+    tables = RequestTables(1, 10, 90, CPU, Ring())
+    tables.upload([Request(slots[:90], slots[90:], words, np.zeros(10, np.int32))])
+    base, begin, *_, word_begin, masks = tables.pointers()
+    assert read(base + 4 * int(read(begin, 1, np.int32)[0]), 100, np.int32).tolist() == list(range(0, 200, 2))
+    assert read(masks + 8 * int(read(word_begin, 1, np.int32)[0]), 10, np.uint64).tolist() == list(range(9, -1, -1))
+
+
+def test_a_buffer_is_waited_for_only_when_its_turn_comes_again():
+    ring, target = Ring(), torch.zeros(8, dtype=torch.int32)
+    for step in range(RING_BUFFERS):
+        ring.take(8)[:] = step
+        ring.send(target)
+        assert target.tolist() == [step] * 8
+    assert [event.waits for event in ring.events] == [0] * RING_BUFFERS, "none had been sent from before"
+    ring.take(8)
+    assert [event.waits for event in ring.events] == [1] + [0] * (RING_BUFFERS - 1), "the oldest, and no other"
+    ring.send(target)
+    ring.take(8)
+    assert [event.waits for event in ring.events] == [1, 1] + [0] * (RING_BUFFERS - 2)
+
+
+def test_a_buffer_grows_by_doubling_and_only_after_its_copy():
+    ring = Ring()
+    sizes = [10, 5000, 20, 5001, 8192, 100_000]
+    for size in sizes:
+        assert len(ring.take(size)) == size
+        ring.send(torch.empty(size, dtype=torch.int32))
+    assert ring.sizes == [4096, 8192, 4096, 8192, 131072], "the fifth fitted where the second was"
+    assert all(event.waits == 1 for event in ring.events)

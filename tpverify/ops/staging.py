@@ -1,0 +1,108 @@
+"""How a step's tables reach a GPU: packed into one host buffer that the GPU copies by itself, as one transfer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+RING_BUFFERS = 3  # steps that may be under way before one waits for the copy of an earlier one
+SMALLEST = 1 << 12  # int32 values of a host buffer, which grows by doubling
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request: prefix [S] and tree [n] slots, ancestor words uint64 [n, ceil(n/64)], depths [n]."""
+
+    prefix: Tensor
+    tree: Tensor
+    words: np.ndarray
+    depths: np.ndarray
+
+    @property
+    def nodes(self) -> int:
+        return len(self.words)
+
+
+class StagingRing:
+    """Host buffers, filled in turn. One is filled again only when the copy from it is done, which its event says.
+
+    allocate(count): int32 [count] on the CPU, pinned by default. make_event: as torch.cuda.Event.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], Tensor] = lambda count: torch.empty(count, dtype=torch.int32, pin_memory=True),
+        make_event: Callable[[], Any] = torch.cuda.Event,
+    ) -> None:
+        self._allocate = allocate
+        self._copied = [make_event() for _ in range(RING_BUFFERS)]
+        self._buffers = [torch.empty(0, dtype=torch.int32)] * RING_BUFFERS
+        self._at = 0
+
+    def take(self, count: int) -> np.ndarray:
+        """int32 [count] to fill, then to `send`. Waits only while the copy from this buffer is under way."""
+        self._copied[self._at].synchronize()
+        if len(self._buffers[self._at]) < count:
+            self._buffers[self._at] = self._allocate(max(SMALLEST, 1 << (count - 1).bit_length()))
+        return self._buffers[self._at][:count].numpy()
+
+    def send(self, target: Tensor) -> None:
+        """Enqueue the copy of what was taken last into target, int32 of as many elements, on the current stream."""
+        target.copy_(self._buffers[self._at][: len(target)], non_blocking=True)
+        self._copied[self._at].record()
+        self._at = (self._at + 1) % RING_BUFFERS
+
+
+class RequestTables:
+    """The tables of tpv_verify_requests in one int32 buffer of a fixed address: five counts a request, then all words,
+    then all slots, with begins that count from the buffer's start."""
+
+    def __init__(
+        self, max_batch: int, max_nodes: int, max_tokens: int, device: torch.device, ring: StagingRing
+    ) -> None:
+        self._max_batch, self._ring = max_batch, ring
+        self._first_word = -(-5 * max_batch // 2)  # words have 8 bytes
+        words = max_batch * max_nodes * -(-max_nodes // 64)
+        self._buffer = torch.zeros(
+            2 * (self._first_word + words) + max_tokens + max_batch * max_nodes, dtype=torch.int32, device=device
+        )
+
+    def pointers(self) -> list[int]:
+        """Of slots, slot_begin, prefix_len, nodes, node_begin, word_begin, words."""
+        base = self._buffer.data_ptr()
+        return [base, *(base + 4 * row * self._max_batch for row in range(5)), base]
+
+    def upload(self, requests: Sequence[Request]) -> None:
+        """Replace the tables, in stream order. Slots on the CPU are part of the one copy; those on the GPU stay there."""
+        lengths = [(len(request.prefix), request.nodes) for request in requests]
+        prefixes, nodes = np.array(lengths, np.int64).reshape(-1, 2).T
+        words, tokens = nodes * -(-nodes // 64), prefixes + nodes
+        first_slot = 2 * (self._first_word + int(words.sum()))
+        host = self._ring.take(first_slot + int(tokens.sum()))
+        counts = host[: 5 * self._max_batch].reshape(5, self._max_batch)
+        counts[:] = 0
+        for row, values in enumerate(
+            (first_slot + _begins(tokens), prefixes, nodes, _begins(nodes), self._first_word + _begins(words))
+        ):
+            counts[row, : len(requests)] = values
+        if requests:
+            masks = host[2 * self._first_word : first_slot].view(np.uint64)
+            np.concatenate([request.words.reshape(-1) for request in requests], out=masks)
+        there = []
+        at = first_slot
+        for slots in (slots for request in requests for slots in (request.prefix, request.tree)):
+            part = slice(at, at := at + len(slots))
+            if slots.device.type == "cpu":
+                host[part] = slots.numpy()
+            else:
+                there.append((part, slots))
+        self._ring.send(self._buffer[: len(host)])
+        for part, slots in there:
+            self._buffer[part] = slots
+
+
+def _begins(sizes: np.ndarray) -> np.ndarray:
+    return np.cumsum(sizes) - sizes
