@@ -76,7 +76,7 @@ class RequestTables:
         return [base, *(base + 4 * row * self._max_batch for row in range(5)), base]
 
     def upload(self, requests: Sequence[Request]) -> None:
-        """Replace the tables, in stream order. Slots on the CPU are part of the one copy; those on the GPU stay there."""
+        """Replace the tables, in stream order. Slots on the CPU are part of the copy; those on the GPU stay there."""
         lengths = [(len(request.prefix), request.nodes) for request in requests]
         prefixes, nodes = np.array(lengths, np.int64).reshape(-1, 2).T
         words, tokens = nodes * -(-nodes // 64), prefixes + nodes
