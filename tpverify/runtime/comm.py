@@ -111,6 +111,13 @@ class GpuComm:
         self._nccl.allgather(x, out)
         return list(out) if self.rank == 0 else None
 
+    def allgather_into(self, x: Tensor, out: Tensor) -> None:
+        """Every rank's x into out [size, *x.shape]. By NCCL it is enqueued, and may be captured in a CUDA graph."""
+        if self._nccl is None:
+            out.copy_(self._sockets.allgather(x.cpu()[None], [1] * self.size))
+        else:
+            self._nccl.allgather(x, out)
+
     def wait(self) -> None:
         if self._nccl is None:
             torch.cuda.current_stream().synchronize()
