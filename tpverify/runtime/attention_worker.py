@@ -14,6 +14,7 @@ from tpverify.kv.log import Replica
 from tpverify.ops.attention import KV_LORA_RANK, TreeMask, VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import Comm
+from tpverify.runtime.device import latent_pool
 from tpverify.runtime.frames import frame_of, tensor_of
 from tpverify.runtime.messages import Attend, ContentDigest, Frame, TreeRequest, Work, Write
 
@@ -43,13 +44,12 @@ class AttentionWorker:
         self.comm, self.device, self.pinned = comm, torch.device(device), device != "cpu"
         if self.pinned:
             torch.cuda.set_device(self.device)
+        dtype = getattr(torch, shape.dtype)
+        self.pool = latent_pool(shape.num_layers, shape.num_slots, shape.row_dim, dtype, self.device)
         self.local_heads = shape.num_heads // comm.size
         max_tokens = min(shape.max_batch * shape.num_slots, 2**31 - 1)
         geometry = MlaGeometry(self.local_heads)
         self.plan = VerifyPlan(geometry, shape.max_batch, shape.max_nodes, max_tokens, self.device)
-        self.pool = torch.zeros(
-            shape.num_layers, shape.num_slots, shape.row_dim, dtype=getattr(torch, shape.dtype), device=self.device
-        )
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Write):

@@ -2,12 +2,14 @@
 
 import math
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 
 from tpverify.config import MlaGeometry
 from tpverify.errors import ArgumentError, ClusterError
+
+GIB = 1 << 30
 
 
 class Place(NamedTuple):
@@ -77,3 +79,23 @@ def gpu_index(assigned: str, visible: str | None) -> int:
     Ray leaves an actor with its own alone, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES tells it not to.
     """
     return visible.split(",").index(assigned) if visible else int(assigned)
+
+
+def latent_pool(layers: int, num_slots: int, row_dim: int, dtype: Any, device: Any) -> Any:
+    """A pool [layers, num_slots, row_dim] of zeros. Raises ArgumentError if the GPU has too little memory free."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier worker of this process had
+        free, total = torch.cuda.mem_get_info(device)
+        check_room(layers, num_slots, row_dim * dtype.itemsize, free, total)
+    return torch.zeros(layers, num_slots, row_dim, dtype=dtype, device=device)
+
+
+def check_room(layers: int, num_slots: int, row_bytes: int, free: int, total: int) -> None:
+    """Raise ArgumentError unless a pool fits into `free` of a GPU's `total` bytes."""
+    needed = layers * num_slots * row_bytes
+    if needed > free:
+        room = f"a pool of at most {free / GIB:.2f} GiB, free of the GPU's {total / GIB:.2f}"
+        fit = free // (layers * row_bytes)
+        raise ArgumentError("num_slots", f"{room}: {fit} slots", f"{num_slots} slots, {needed / GIB:.2f} GiB")

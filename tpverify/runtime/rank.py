@@ -15,6 +15,8 @@ from tpverify.runtime.messages import Configure, Frame, Ping, Preflight, Reply, 
 WORKERS = {
     "attention": "tpverify.runtime.attention_worker:AttentionWorker",
     "decoder": "tpverify.runtime.decoder_worker:DecoderWorker",
+    "stack": "tpverify.runtime.stack_worker:StackWorker",
+    "gpu_decoder": "tpverify.runtime.gpu_decoder_worker:GpuDecoderWorker",
 }
 TABLES = "tables"
 PREFLIGHT_S = 30.0  # for NCCL to connect and to gather

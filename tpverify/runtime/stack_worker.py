@@ -1,0 +1,152 @@
+"""The attention stack on one GPU rank: a step is one upload, two CUDA graphs and one small download."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from tpverify.config import MAX_NODES, MlaGeometry
+from tpverify.kv.log import Replica
+from tpverify.model.checkpoint import ModelConfig
+from tpverify.model.stack import AttentionStack
+from tpverify.ops.attention import ROW_DIM, TreeMask, VerifyRequest
+from tpverify.ops.plan import VerifyPlan
+from tpverify.ops.staging import StagingRing
+from tpverify.runtime.comm import GpuComm
+from tpverify.runtime.device import latent_pool
+from tpverify.runtime.graphs import Bucket, Graphs
+from tpverify.runtime.messages import Decode, Decoded, DecodedRequest, DecodeRequest, Frame, Work
+from tpverify.tree import DraftTree, accept_greedy
+
+
+class StackOptions(msgspec.Struct, frozen=True):
+    """config: fields of a ModelConfig. buckets: (requests, nodes in all) of a step at most. parts, seed: as of
+    AttentionStack."""
+
+    config: dict[str, Any]
+    num_slots: int
+    buckets: list[tuple[int, int]]
+    parts: list[str]
+    seed: int
+
+
+class StackWorker:
+    """Rank r of tp. The pool starts with random rows, the same on every rank: positions that the log commits are the
+    prefix of a text that nobody had to compute.
+
+    Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds on the host for "plan"
+    and "accept", and on the GPU for "upload", "layers" and "head".
+    """
+
+    def __init__(self, comm: GpuComm, device: str, options: dict[str, Any]) -> None:
+        shape = msgspec.convert(options, StackOptions)
+        torch.set_num_threads(1)  # ranks share cores
+        torch.set_grad_enabled(False)
+        self.comm, self.device = comm, torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        config = ModelConfig(**shape.config)
+        self.pool = latent_pool(config.num_hidden_layers, shape.num_slots, ROW_DIM, torch.bfloat16, self.device)
+        self.pool.normal_(generator=torch.Generator(self.device).manual_seed(shape.seed))
+        self.stack = AttentionStack(config, comm.rank, comm.size, self.device, torch.bfloat16, shape.seed, shape.parts)
+        buckets = [Bucket(*bucket) for bucket in shape.buckets]
+        most = max((bucket.nodes for bucket in buckets), default=0)
+        self._plans = {bucket: self._plan(bucket, shape.num_slots) for bucket in buckets}
+        self._buffers = {bucket: self.stack.buffers(bucket.nodes) for bucket in buckets}
+        self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=self.device)
+        self._hidden = torch.zeros(most, config.hidden_size, dtype=torch.bfloat16, device=self.device)
+        self._lse = torch.zeros(most, self.stack.local_heads, device=self.device)
+        self._choices = torch.zeros(most, dtype=torch.int64, device=self.device)
+        self._answer = torch.zeros(most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._ring = StagingRing()
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        self._layers = Graphs(self._run_layers, buckets)
+        self._head = Graphs(self._run_head, buckets)
+
+    def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
+        if isinstance(work, Decode):
+            return self._decode(work.requests, replica), []
+        raise TypeError(f"a rank of the stack cannot do {type(work).__name__}")
+
+    def _plan(self, bucket: Bucket, num_slots: int) -> VerifyPlan:
+        """Of this bucket alone: its kernel is captured with the tile that fits a full step over a half-full pool."""
+        geometry = MlaGeometry(self.stack.local_heads)
+        plan = VerifyPlan(geometry, bucket.batch, min(bucket.nodes, MAX_NODES), bucket.batch * num_slots, self.device)
+        sizes = np.diff(np.linspace(0, bucket.nodes, bucket.batch + 1).astype(int))
+        prefix = np.zeros(num_slots // (2 * bucket.batch), np.int64)
+        plan.update([VerifyRequest(prefix, np.zeros(n, np.int64), TreeMask.chain(n)) for n in sizes])
+        return plan
+
+    def _run_layers(self, bucket: Bucket) -> None:
+        n, plan, buffers = bucket.nodes, self._plans[bucket], self._buffers[bucket]
+        scale = self.stack.config.softmax_scale
+
+        def attend(layer: int, q: Tensor, out: Tensor) -> None:
+            plan.run(q, self.pool[layer], out, self._lse[:n], scale)
+
+        tokens, positions, rows = self._inputs[: 3 * n].view(3, n)
+        hidden = self.stack(buffers, tokens, positions, rows, self.pool, attend, self._gather)
+        self._hidden[:n] = hidden
+
+    def _run_head(self, bucket: Bucket) -> None:
+        logits = self.stack.logits(self._hidden[: bucket.nodes])
+        torch.argmax(logits, dim=1, out=self._choices[: bucket.nodes])
+
+    def _gather(self, values: Tensor) -> Tensor:
+        if self.comm.size == 1:
+            return values
+        out = values.new_empty(self.comm.size, *values.shape)
+        self.comm.allgather_into(values, out)
+        return out.flatten(0, 1)
+
+    def _decode(self, requests: Sequence[DecodeRequest], replica: Replica) -> Decoded | None:
+        start = time.perf_counter()
+        trees = [_tree(request) for request in requests]
+        prefixes = [replica.prefix_slots(request.seq) for request in requests]
+        slots = [replica.tree_slots(request.seq) for request in requests]
+        nodes = sum(map(len, trees))
+        bucket = self._layers.bucket_for(len(trees), nodes)
+        begin, uploaded, computed, chosen = self._marks
+        begin.record()
+        self._plans[bucket].update([VerifyRequest(*one) for one in zip(prefixes, slots, trees, strict=True)])
+        self._upload(bucket, trees, prefixes, slots)
+        uploaded.record()
+        self._layers.replay(bucket)
+        computed.record()
+        self._head.replay(bucket)
+        self._answer[:nodes].copy_(self._choices[:nodes], non_blocking=True)
+        chosen.record()
+        seconds = {"plan": time.perf_counter() - start}
+        self.comm.wait()
+        for stage, (first, last) in {
+            "upload": (begin, uploaded), "layers": (uploaded, computed), "head": (computed, chosen)
+        }.items():  # fmt: skip
+            seconds[stage] = first.elapsed_time(last) / 1e3
+        if self.comm.rank != 0:
+            return None
+        start = time.perf_counter()
+        choices = np.split(self._answer[:nodes].numpy(), np.cumsum([len(tree) for tree in trees])[:-1])
+        walked = [accept_greedy(tree, chosen) for tree, chosen in zip(trees, choices, strict=True)]
+        seconds["accept"] = time.perf_counter() - start
+        return Decoded([DecodedRequest(found.path.tobytes(), found.bonus, b"", b"") for found in walked], seconds)
+
+    def _upload(
+        self, bucket: Bucket, trees: list[DraftTree], prefixes: list[np.ndarray], slots: list[np.ndarray]
+    ) -> None:
+        """Tokens, positions and pool rows of all nodes; padding is token 0 at position 0, written to slot 0."""
+        n = bucket.nodes
+        packed = self._ring.take(6 * n).view(np.int64).reshape(3, n)
+        nodes = sum(map(len, trees))
+        packed[:, nodes:] = 0
+        np.concatenate([tree.tokens for tree in trees], out=packed[0, :nodes])
+        np.concatenate([t.positions(len(p)) for t, p in zip(trees, prefixes, strict=True)], out=packed[1, :nodes])
+        np.concatenate(slots, out=packed[2, :nodes], casting="same_kind")
+        self._ring.send(self._inputs[: 3 * n].view(torch.int32))
+
+
+def _tree(request: DecodeRequest) -> DraftTree:
+    return DraftTree.from_parents(np.frombuffer(request.tokens, "<i8"), np.frombuffer(request.parents, "<i4"))
