@@ -1,7 +1,6 @@
 """The stack's rank without a GPU: graphs run directly, events and pinned memory are stand-ins, the rest is as it is."""
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,14 +35,9 @@ class Alone:
 
 
 class Event:
-    def __init__(self, **_: Any) -> None: ...
-
     def record(self) -> None: ...
 
     def synchronize(self) -> None: ...
-
-    def elapsed_time(self, other: "Event") -> float:
-        return 2.0
 
 
 class Direct:
@@ -57,7 +51,6 @@ class Direct:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> stack_worker.StackWorker:
     monkeypatch.setattr(graphs, "Recorder", Direct)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     ring = staging.StagingRing(lambda count: torch.empty(count, dtype=torch.int32), Event)
     monkeypatch.setattr(stack_worker, "StagingRing", lambda: ring)
     options = {
@@ -114,7 +107,7 @@ def test_steps_are_those_of_the_stack_fed_by_hand(worker: stack_worker.StackWork
             log.commit(seq, want.path)
         assert torch.equal(worker.pool[:, 1:], pool[:, 1:]), "rows of the trees, and no others but the sink's"
         assert set(result.seconds) == {"plan", "upload", "layers", "head", "accept"}
-        assert result.seconds["layers"] == 2e-3
+        assert min(result.seconds.values()) > 0
         msgspec.msgpack.encode(result)
 
 

@@ -17,6 +17,7 @@ from tpverify.runtime.comm import Comm
 from tpverify.runtime.device import latent_pool
 from tpverify.runtime.frames import frame_of, tensor_of
 from tpverify.runtime.messages import Attend, ContentDigest, Frame, TreeRequest, Work, Write
+from tpverify.runtime.stages import StageClock
 
 
 class AttentionOptions(msgspec.Struct, frozen=True):
@@ -46,6 +47,7 @@ class AttentionWorker:
             torch.cuda.set_device(self.device)
         dtype = getattr(torch, shape.dtype)
         self.pool = latent_pool(shape.num_layers, shape.num_slots, shape.row_dim, dtype, self.device)
+        self._clock = StageClock(self.device)
         self.local_heads = shape.num_heads // comm.size
         max_tokens = min(shape.max_batch * shape.num_slots, 2**31 - 1)
         geometry = MlaGeometry(self.local_heads)
@@ -55,7 +57,8 @@ class AttentionWorker:
         if isinstance(work, Write):
             return None, self._write(work, frames, replica)
         if isinstance(work, Attend):
-            return None, self._attend(work, frames, replica)
+            replies = self._attend(work, frames, replica)
+            return self._clock.seconds(), replies
         if isinstance(work, ContentDigest):
             return self._content_digest(replica.prefix_slots(work.seq)), []
         raise TypeError(f"an attention rank cannot do {type(work).__name__}")
@@ -67,21 +70,27 @@ class AttentionWorker:
         return []
 
     def _attend(self, work: Attend, frames: list[memoryview], replica: Replica) -> list[Frame]:
+        self._clock.start()
         requests = [_request(request, replica) for request in work.requests]
         nodes = sum(request.n for request in work.requests)
+        self.plan.update(requests)
+        self._clock.mark("plan")
         self._store(np.concatenate([request.tree_slots for request in requests]), self._rows(frames[0], nodes))
         q = self._rows(frames[1], nodes, self.local_heads)
-        self.plan.update(requests)
         share_bytes = len(self.pool) * nodes * self.local_heads * (KV_LORA_RANK * q.itemsize + 4)
         share = torch.empty(share_bytes, dtype=torch.uint8, device=self.device)
+        self._clock.mark("upload")
         for layer in zip(q, self.pool, *self._out_and_lse(share, nodes), strict=True):
             self.plan.run(*layer, work.softmax_scale)
+        self._clock.mark("attention")
         shares = self.comm.gather(share)
+        self._clock.mark("gather")
         if shares is None:
             self.comm.wait()
             return []
         results = zip(*(self._out_and_lse(share, nodes) for share in shares), strict=True)
         replies = [self._download(torch.cat(parts, dim=2)) for parts in results]
+        self._clock.mark("download")
         self.comm.wait()
         return [frame_of(reply) for reply in replies]
 

@@ -61,7 +61,7 @@ class Attend(_Work, frozen=True):
     """Verify attention over all requests, N nodes in all, one after another.
 
     Frames: tree latents [layers, N, row_dim], the rank's own heads of q [layers, N, heads/tp, row_dim].
-    Reply of rank 0: out [layers, N, heads, kv_lora_rank], lse float32 [layers, N, heads].
+    Reply of rank 0: out [layers, N, heads, kv_lora_rank], lse float32 [layers, N, heads]. Result: seconds by stage.
     """
 
     requests: list[TreeRequest]

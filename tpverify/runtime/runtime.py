@@ -136,7 +136,7 @@ class VerifyRuntime:
         shards = [[frame_of(shard)] for shard in q.chunk(self.cfg.tp, dim=2)]
         answers = self._coordinator.step(Attend(requests, softmax_scale), [frame_of(latents)], shards)
 
-        self._seconds = answers[0].reply.seconds
+        self._seconds = answers[0].reply.seconds | answers[0].result()
         out = tensor_of(answers[0].frames[0], self._dtype, (*q.shape[:3], self.cfg.geometry.kv_lora_rank))
         lse = tensor_of(answers[0].frames[1], torch.float32, q.shape[:3])
         return self._split(checked, out, lse)

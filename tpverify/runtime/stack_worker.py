@@ -20,6 +20,7 @@ from tpverify.runtime.comm import GpuComm
 from tpverify.runtime.device import latent_pool
 from tpverify.runtime.graphs import Bucket, Graphs
 from tpverify.runtime.messages import Decode, Decoded, DecodedRequest, DecodeRequest, Frame, Work
+from tpverify.runtime.stages import StageClock
 from tpverify.tree import DraftTree, accept_greedy
 
 
@@ -38,8 +39,8 @@ class StackWorker:
     """Rank r of tp. The pool starts with random rows, the same on every rank: positions that the log commits are the
     prefix of a text that nobody had to compute.
 
-    Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds on the host for "plan"
-    and "accept", and on the GPU for "upload", "layers" and "head".
+    Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds for "plan" (the tables,
+    packed, copied and planned), "upload" (of tokens), "layers", "head" and "accept" (the walk, on the host).
     """
 
     def __init__(self, comm: GpuComm, device: str, options: dict[str, Any]) -> None:
@@ -63,7 +64,7 @@ class StackWorker:
         self._choices = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._answer = torch.zeros(most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._ring = StagingRing()
-        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        self._clock = StageClock(self.device)
         self._layers = Graphs(self._run_layers, buckets)
         self._head = Graphs(self._run_head, buckets)
 
@@ -104,34 +105,28 @@ class StackWorker:
         return out.flatten(0, 1)
 
     def _decode(self, requests: Sequence[DecodeRequest], replica: Replica) -> Decoded | None:
-        start = time.perf_counter()
+        self._clock.start()
         trees = [_tree(request) for request in requests]
         prefixes = [replica.prefix_slots(request.seq) for request in requests]
         slots = [replica.tree_slots(request.seq) for request in requests]
         nodes = sum(map(len, trees))
         bucket = self._layers.bucket_for(len(trees), nodes)
-        begin, uploaded, computed, chosen = self._marks
-        begin.record()
         self._plans[bucket].update([VerifyRequest(*one) for one in zip(prefixes, slots, trees, strict=True)])
+        self._clock.mark("plan")
         self._upload(bucket, trees, prefixes, slots)
-        uploaded.record()
+        self._clock.mark("upload")
         self._layers.replay(bucket)
-        computed.record()
+        self._clock.mark("layers")
         self._head.replay(bucket)
         self._answer[:nodes].copy_(self._choices[:nodes], non_blocking=True)
-        chosen.record()
-        seconds = {"plan": time.perf_counter() - start}
+        self._clock.mark("head")
         self.comm.wait()
-        for stage, (first, last) in {
-            "upload": (begin, uploaded), "layers": (uploaded, computed), "head": (computed, chosen)
-        }.items():  # fmt: skip
-            seconds[stage] = first.elapsed_time(last) / 1e3
         if self.comm.rank != 0:
             return None
         start = time.perf_counter()
         choices = np.split(self._answer[:nodes].numpy(), np.cumsum([len(tree) for tree in trees])[:-1])
         walked = [accept_greedy(tree, chosen) for tree, chosen in zip(trees, choices, strict=True)]
-        seconds["accept"] = time.perf_counter() - start
+        seconds = self._clock.seconds() | {"accept": time.perf_counter() - start}
         return Decoded([DecodedRequest(found.path.tobytes(), found.bonus, b"", b"") for found in walked], seconds)
 
     def _upload(
