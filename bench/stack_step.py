@@ -1,0 +1,80 @@
+"""A step of the attention stack at Kimi-K2's depth and width, and what of it is products, kernel, gather and the rest.
+
+Each part is timed as a graph that holds it alone, in the same run as the whole step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from stage_table import measured
+
+from tpverify.model.stack import KIMI_K2, PARTS
+from tpverify.runtime.coordinator import Coordinator
+from tpverify.runtime.messages import Decode, DecodeRequest
+from tpverify.runtime.ranks import RankGroup
+
+PREFIX, NODES = 32768, 32
+GRAPHS = {
+    "all": PARTS,
+    "gemm": ("gemm",),
+    "attention": ("attention",),
+    "gather": ("gather",),
+    "all but gather": tuple(part for part in PARTS if part != "gather"),
+}
+
+
+def drafted(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """A binary tree; siblings differ, and the tokens change from step to step."""
+    return (np.arange(NODES) + NODES * step) % KIMI_K2.vocab_size, np.arange(-1, NODES - 1, dtype=np.int32) // 2
+
+
+def run(group: RankGroup, parts: tuple[str, ...], steps: int) -> dict[str, Any]:
+    """Wall times of draft, step and commit, and rank 0's stages, with graphs that hold `parts`."""
+    num_slots = PREFIX + (NODES + 1) * (steps + 100)
+    options = {
+        "config": vars(KIMI_K2), "num_slots": num_slots, "buckets": [[1, NODES]], "parts": list(parts), "seed": 0,
+    }  # fmt: skip
+    coordinator = Coordinator(group, "stack", options, num_slots=num_slots)
+    seq = coordinator.log.open()
+    coordinator.log.append(seq, PREFIX)
+    count = iter(range(steps + 100))
+
+    def step() -> dict[str, float]:
+        tokens, parents = drafted(next(count))
+        coordinator.log.draft(seq, NODES)
+        request = DecodeRequest(seq, tokens.astype("<i8").tobytes(), parents.tobytes(), False, 0.0, 0, 0)
+        answer = coordinator.step(Decode([request]))[0]
+        [(path, *_)], seconds = answer.result()
+        coordinator.log.commit(seq, np.frombuffer(path, "<i4"))
+        return seconds
+
+    return measured(step, steps)
+
+
+def stack_step(group: RankGroup, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """The row of the whole step, with the parts that were timed alone."""
+    found = {}
+    for name, parts in GRAPHS.items():
+        say(f"stack: {name}")
+        found[name] = run(group, parts, steps)
+    return {"ranks": group.size, **row(found, group.size)}
+
+
+def row(found: dict[str, dict[str, Any]], ranks: int) -> dict[str, Any]:
+    """found: by name of GRAPHS, what `measured` says. other_share: what neither products, kernel nor gather take."""
+    layers = {name: one["stages_us"]["layers"] for name, one in found.items()}
+    known = {part: layers[part] for part in ("gemm", "attention", "gather")}
+    stages = {name: us for name, us in found["all"]["stages_us"].items() if name != "layers"}
+    wall_us = 1e3 * found["all"]["p50_ms"]
+    return found["all"] | {
+        "row": f"{KIMI_K2.num_hidden_layers} attention layers of Kimi-K2, no FFN, {NODES} nodes, {PREFIX} committed",
+        "stages_us": known | {"rest of the layers": round(layers["all"] - sum(known.values()), 1)} | stages,
+        "other_share": round(1 - sum(known.values()) / wall_us, 4),
+        "gather": {
+            "in_step_us": round(layers["all"] - layers["all but gather"], 1),
+            "alone_us": layers["gather"],
+            "layers": KIMI_K2.num_hidden_layers,
+            "bytes_a_rank": KIMI_K2.num_attention_heads // ranks * NODES * KIMI_K2.v_head_dim * 2,
+        },
+    }

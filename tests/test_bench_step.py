@@ -1,0 +1,59 @@
+"""The step bench without GPUs: what it computes of times, how it prints them, and that its trees are trees."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+import stack_step  # noqa: E402
+import stage_table  # noqa: E402
+
+from tpverify.tree import DraftTree  # noqa: E402
+
+
+def test_what_the_stages_leave_is_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1, 2, ... ms, of which half is attention."""
+    durations = [1.0] * stage_table.WARM_UP + [1e-3 * (i + 1) for i in range(101)]
+    clock, called = iter([t for d in durations[stage_table.WARM_UP :] for t in (0.0, d)]), iter(durations)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    found = stage_table.measured(lambda: {"attention": next(called) / 2}, 101)
+    assert found == {"p50_ms": 51.0, "p99_ms": 100.0, "stages_us": {"attention": 25500.0, "reply": 25500.0}}
+
+
+def test_the_table_has_every_stage_and_names_the_others() -> None:
+    rows = [
+        {"row": "empty", "ranks": 2, "device": "cuda", "p50_ms": 0.1064, "p99_ms": 0.2, "stages_us": {"reply": 106.4}},
+        {"row": "deep", "ranks": 8, "device": "cpu", "p50_ms": 12.5, "p99_ms": 20.0,
+         "stages_us": {"plan": 80.2, "gather": 610.0, "attention": 9000.0, "gemm": 2000.0, "head": 50.0}},
+    ]  # fmt: skip
+    head, rule, empty, deep = stage_table.table(rows)
+    assert head == (
+        "| step | ranks | p50 ms | p99 ms | plan us | upload us | attention us | gather us | accept us | reply us | other us |"  # noqa: E501
+    )
+    assert rule.count("|") == head.count("|") == empty.count("|") == deep.count("|")
+    assert empty == "| empty | 2 cuda | 0.106 | 0.200 | - | - | - | - | - | 106 | - |"
+    assert deep == "| deep | 8 cpu | 12.500 | 20.000 | 80 | - | 9000 | 610 | - | - | gemm 2000, head 50 |"
+
+
+def test_shares_of_the_deep_step() -> None:
+    us = {"all": 12000.0, "gemm": 3000.0, "attention": 8000.0, "gather": 500.0, "all but gather": 11450.0}
+    found = {
+        name: {"p50_ms": 12.5, "p99_ms": 13.0, "stages_us": {"plan": 90.0, "layers": layers, "reply": 200.0}}
+        for name, layers in us.items()
+    }
+    row = stack_step.row(found, 2)
+    assert row["stages_us"] == {
+        "gemm": 3000.0, "attention": 8000.0, "gather": 500.0, "rest of the layers": 500.0, "plan": 90.0, "reply": 200.0,
+    }  # fmt: skip
+    assert row["other_share"] == pytest.approx(1 - 11500 / 12500) and (row["p50_ms"], row["p99_ms"]) == (12.5, 13.0)
+    assert row["gather"] == {"in_step_us": 550.0, "alone_us": 500.0, "layers": 61, "bytes_a_rank": 32 * 32 * 128 * 2}
+
+
+def test_its_trees_are_trees() -> None:
+    for step in (0, 1, 5000):
+        tree = DraftTree.from_parents(*stack_step.drafted(step))
+        assert len(tree) == 32 and tree.tokens.max() < stack_step.KIMI_K2.vocab_size
+        assert tree.depths.max() == 5, "binary"
