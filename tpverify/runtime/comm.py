@@ -111,6 +111,11 @@ class GpuComm:
         self._nccl.allgather(x, out)
         return list(out) if self.rank == 0 else None
 
+    @property
+    def capturable(self) -> bool:
+        """Whether gathers are only enqueued, so that a CUDA graph can have them."""
+        return self.size == 1 or self._nccl is not None
+
     def allgather_into(self, x: Tensor, out: Tensor) -> None:
         """Every rank's x into out [size, *x.shape]. By NCCL it is enqueued, and may be captured in a CUDA graph."""
         if self._nccl is None:
