@@ -161,6 +161,34 @@ def test_peer_that_ends_or_hangs_in_a_collective(backend: str, how: signal.Signa
         assert issubclass(kind, OSError) and seconds < DEADLINE_S + SLACK_S
 
 
+def abort_in_a_collective(comm: pynccl.Communicator, device: torch.device) -> tuple[type, float] | None:
+    """The last rank takes part once, then aborts, and lives on; the others wait for it in the next collective."""
+    x, out = torch.ones(1000, device=device), torch.zeros(1000 * comm.size, device=device)
+    comm.allgather(x, out)
+    comm.wait()
+    if comm.rank == comm.size - 1:
+        comm.abort()
+        assert comm.async_error() == "aborted"
+        time.sleep(DEADLINE_S + 2)
+        return None
+    start = time.monotonic()
+    try:
+        comm.allgather(x, out)
+        comm.wait()
+    except OSError as error:
+        return type(error), time.monotonic() - start
+    raise AssertionError("a collective without all ranks")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_peer_that_aborts_while_others_gather(backend: str) -> None:
+    """An abort is a rank's own affair: its peers learn of it by a closed connection, or by their deadline."""
+    *survivors, aborted = run_ranks(backend, SIZES[backend], abort_in_a_collective, deadline_s=DEADLINE_S)
+    assert aborted is None
+    for kind, seconds in survivors:
+        assert issubclass(kind, OSError) and seconds < DEADLINE_S + SLACK_S
+
+
 def leave_twice(comm: pynccl.Communicator, device: torch.device) -> list[str]:
     comm.destroy()
     comm.destroy()

@@ -17,7 +17,7 @@ from tpverify.ops.attention import VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime import graphs, stack_worker
 from tpverify.runtime.device import check_room
-from tpverify.runtime.messages import ContentDigest, Decode, DecodeRequest
+from tpverify.runtime.messages import ContentDigest, Decode, DecodeRequest, HiddenDigest
 from tpverify.tree import DraftTree, accept_greedy
 
 CONFIG = ModelConfig(
@@ -85,6 +85,11 @@ def expected(worker: stack_worker.StackWorker, pool: torch.Tensor, log: KvLog, t
     return [accept_greedy(tree, part) for tree, part in zip(trees.values(), parts, strict=True)]
 
 
+def apply(log: KvLog, replica: Replica) -> Replica:
+    replica.apply(*log.pending())
+    return replica
+
+
 def test_steps_are_those_of_the_stack_fed_by_hand(worker: stack_worker.StackWorker) -> None:
     """Appends, drafts and commits through the log; two buckets; what is committed is read by later steps."""
     log, replica, draw = KvLog(SLOTS), Replica(SLOTS), np.random.default_rng(0)
@@ -95,11 +100,11 @@ def test_steps_are_those_of_the_stack_fed_by_hand(worker: stack_worker.StackWork
     log.append(two, 3)
     chain = DraftTree.chain(draw.integers(0, 40, 7))
     fan = DraftTree.from_parents([*draw.integers(0, 40, 2), 1, 2, 3], [-1, 0, 1, 1, 1])
+    fresh, _ = worker.handle(ContentDigest(one), [], apply(log, replica))
     for trees in ({one: chain}, {one: chain, two: fan}, {two: chain}):
         for seq, tree in trees.items():
             log.draft(seq, len(tree))
-        replica.apply(*log.pending())
-        result, frames = worker.handle(decode(trees), [], replica)
+        result, frames = worker.handle(decode(trees), [], apply(log, replica))
         wanted = expected(worker, pool, log, trees)
         assert frames == [] and worker.comm.waits
         for got, want, seq in zip(result.requests, wanted, trees, strict=True):
@@ -109,6 +114,7 @@ def test_steps_are_those_of_the_stack_fed_by_hand(worker: stack_worker.StackWork
         assert set(result.seconds) == {"plan", "upload", "layers", "head", "accept"}
         assert min(result.seconds.values()) > 0
         msgspec.msgpack.encode(result)
+    assert worker.handle(ContentDigest(one), [], apply(log, replica))[0] != fresh
 
 
 def test_what_it_does_not_do(worker: stack_worker.StackWorker) -> None:
@@ -120,8 +126,8 @@ def test_what_it_does_not_do(worker: stack_worker.StackWorker) -> None:
         ArgumentError, match="requests: expected at most 1 with 7 nodes, 2 with 12 nodes, got 1 with 13"
     ):
         worker.handle(decode({seq: DraftTree.chain(range(13))}), [], replica)
-    with pytest.raises(TypeError, match="cannot do ContentDigest"):
-        worker.handle(ContentDigest(seq), [], replica)
+    with pytest.raises(TypeError, match="cannot do HiddenDigest"):
+        worker.handle(HiddenDigest(seq, 1), [], replica)
 
 
 def test_a_pool_without_room_says_how_many_slots_there_are() -> None:

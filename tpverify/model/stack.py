@@ -63,8 +63,8 @@ class Buffers:
     low_normed: Tensor
     kv: Tensor  # [n, row_dim], before norm and rotation
     q_b: Tensor  # [shards, n, heads of a shard, qk_head_dim]
-    q: Tensor  # [n, local heads, row_dim]
-    out: Tensor  # [n, local heads, kv_lora_rank]
+    q: Tensor  # [local heads, n, row_dim]: heads first, so that a shard's strides do not depend on the other heads
+    out: Tensor  # [local heads, n, kv_lora_rank]
     values: Tensor  # [local heads, n, v_head_dim]
     all_values: Tensor  # [heads, n, v_head_dim]
     attended: Tensor  # [n, heads, v_head_dim]
@@ -131,8 +131,8 @@ class AttentionStack:
         shapes = {
             "x": (n, c.hidden_size), "normed": (n, c.hidden_size), "low": (n, self._q_lora_rank),
             "low_normed": (n, self._q_lora_rank), "kv": (n, self.row_dim),
-            "q_b": (len(self.shards), n, self.shard_heads, c.qk_head_dim), "q": (n, self.local_heads, self.row_dim),
-            "out": (n, self.local_heads, c.kv_lora_rank), "values": (self.local_heads, n, c.v_head_dim),
+            "q_b": (len(self.shards), n, self.shard_heads, c.qk_head_dim), "q": (self.local_heads, n, self.row_dim),
+            "out": (self.local_heads, n, c.kv_lora_rank), "values": (self.local_heads, n, c.v_head_dim),
             "all_values": (c.num_attention_heads, n, c.v_head_dim),
             "attended": (n, c.num_attention_heads, c.v_head_dim),
         }  # fmt: skip
@@ -151,7 +151,7 @@ class AttentionStack:
         for layer, weights in enumerate(self.layers):
             self._queries_and_latents(weights, b, rotation, rows, pool[layer])
             if "attention" in self._parts:
-                attend(layer, b.q, b.out)
+                attend(layer, b.q.transpose(0, 1), b.out.transpose(0, 1))
             self._add_values(weights, b, gather)
         return self._normed(b.x, self.norm, self.config.rms_norm_eps)
 
@@ -180,11 +180,11 @@ class AttentionStack:
         with self._aside():
             if rest:
                 rotated = _rotated(b.q_b[..., nope:], rotation[:, None])
-                b.q.unflatten(1, (-1, self.shard_heads)).transpose(0, 1)[..., latent:] = rotated
+                b.q.unflatten(0, (-1, self.shard_heads))[..., latent:] = rotated.transpose(1, 2)
         if gemm:
             for shard, w_uk in enumerate(w.w_uk):
-                absorbed = b.q[:, self._heads(shard), :latent]
-                torch.bmm(b.q_b[shard, :, :, :nope].transpose(0, 1), w_uk, out=absorbed.transpose(0, 1))
+                absorbed = b.q[self._heads(shard), :, :latent]
+                torch.bmm(b.q_b[shard, :, :, :nope].transpose(0, 1), w_uk, out=absorbed)
         self._join()
 
     def _add_values(self, w: LayerWeights, b: Buffers, gather: Gather) -> None:
@@ -192,7 +192,7 @@ class AttentionStack:
         if gemm:
             for shard, w_uv in enumerate(w.w_uv):
                 heads = self._heads(shard)
-                torch.bmm(b.out[:, heads].transpose(0, 1), w_uv, out=b.values[heads])
+                torch.bmm(b.out[heads], w_uv, out=b.values[heads])
         if "gather" in self._parts:
             b.all_values = gather(b.values)
         if "rest" in self._parts:

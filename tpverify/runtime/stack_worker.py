@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -18,8 +19,9 @@ from tpverify.ops.plan import VerifyPlan
 from tpverify.ops.staging import StagingRing
 from tpverify.runtime.comm import GpuComm
 from tpverify.runtime.device import latent_pool
+from tpverify.runtime.frames import frame_of
 from tpverify.runtime.graphs import Bucket, Graphs
-from tpverify.runtime.messages import Decode, Decoded, DecodedRequest, DecodeRequest, Frame, Work
+from tpverify.runtime.messages import ContentDigest, Decode, Decoded, DecodedRequest, DecodeRequest, Frame, Work
 from tpverify.runtime.stages import StageClock
 from tpverify.tree import DraftTree, accept_greedy
 
@@ -71,6 +73,9 @@ class StackWorker:
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
             return self._decode(work.requests, replica), []
+        if isinstance(work, ContentDigest):
+            rows = torch.from_numpy(replica.prefix_slots(work.seq).astype(np.int64)).to(self.device)
+            return blake2b(frame_of(self.pool[:, rows].cpu()), digest_size=8).hexdigest(), []
         raise TypeError(f"a rank of the stack cannot do {type(work).__name__}")
 
     def _plan(self, bucket: Bucket, num_slots: int) -> VerifyPlan:
