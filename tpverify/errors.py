@@ -19,7 +19,14 @@ def describe(value: object) -> str:
 
 
 class PoolFull(RuntimeError):
-    """The KV pool cannot hold the request. Nothing was allocated; the message says how many slots would be needed."""
+    """The KV pool cannot hold the request. Nothing was allocated; the message says how many slots would be needed.
+
+    needed, free, evictable: slots, where the pool is what was full; 0 where it was something else.
+    """
+
+    def __init__(self, message: str, *, needed: int = 0, free: int = 0, evictable: int = 0) -> None:
+        super().__init__(message)
+        self.needed, self.free, self.evictable = needed, free, evictable
 
 
 class RankFailure(RuntimeError):

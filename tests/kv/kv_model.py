@@ -16,6 +16,9 @@ class Model:
         self.num_slots = num_slots
         self.prefix = {}
         self.tree = {}
+        self.cached = {}  # slot -> position
+        self.quarantined = set()
+        self.limit = num_slots
         self.slot_keys, self.position_keys = (
             [int(key) for key in np.random.PCG64(stream).random_raw(num_slots)] for stream in (1, 2)
         )
@@ -68,10 +71,15 @@ class Model:
             word = mix64((mix64(seq) + self._key_sum(prefix)) % 2**64)
             word = mix64((word + self._key_sum(tree)) % 2**64)
             total += mix64(word ^ len(prefix) ^ len(tree) * 2**32)
+        pool = mix64((self.limit + sum(self._key(slot, at) for slot, at in self.cached.items())) % 2**64)
+        total += mix64((pool + sum(self._key(slot, 0) for slot in self.quarantined)) % 2**64)
         return f"{total % 2**64:016x}"
 
     def _key_sum(self, slots):
-        return sum(self.slot_keys[slot] * self.position_keys[i] for i, slot in enumerate(slots))
+        return sum(self._key(slot, i) for i, slot in enumerate(slots))
+
+    def _key(self, slot, position):
+        return self.slot_keys[slot] * self.position_keys[position]
 
     def check_tables(self, tables):
         """A KvLog's or a Replica's tables are this model's."""

@@ -5,7 +5,7 @@ import random
 import pytest
 from kv_model import int32, random_log
 
-from tpverify.kv import log as kv_log
+from tpverify.kv import replica as kv_replica
 from tpverify.kv.log import Append, Close, Commit, Draft, Fenced, Fork, Open, Replica
 
 
@@ -122,7 +122,7 @@ def test_gaps_and_contradictions_fence(first, entries, cause):
 
 
 def test_memory_of_answers_is_bounded(monkeypatch):
-    monkeypatch.setattr(kv_log, "ANSWERS_KEPT", 8)
+    monkeypatch.setattr(kv_replica, "ANSWERS_KEPT", 8)
     log, entries, digests, _ = random_log(seed=3, rounds=40)
     replica = Replica(200)
     replica.apply(1, entries)

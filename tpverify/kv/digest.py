@@ -1,11 +1,13 @@
 """Structural digest: 64 bits that differ when two replicas map any position of any sequence differently.
 
 A sequence's prefix is the inner product, mod 2^64, of pseudo-random keys of its slots and of its positions
-(multilinear hashing). It is a sum, so an append adds only its own terms, and a fork or a close costs O(1).
-Sequences are mixed one by one and summed, so the order in which they changed does not matter.
+(multilinear hashing). It is a sum, so an append adds only its own terms, a move replaces those of the rows moved, and a
+fork or a close costs O(1). Sequences are mixed one by one and summed, so the order in which they changed does not
+matter. What the cache keeps and what is quarantined are two more such sums.
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from tpverify.kv.slots import Slots
 
@@ -32,9 +34,23 @@ class SlotHash:
         """The terms of slots int32 [n] at positions position .. position + n - 1; add them up mod 2^64."""
         return int(self._slot_keys.take(slots).dot(self._position_keys[position : position + slots.size]))
 
+    def terms(self, slots: Slots, positions: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+        """The term of each slots[i] at positions[i]."""
+        return self._slot_keys.take(slots) * self._position_keys.take(positions)
+
+    def at(self, slots: Slots, positions: npt.NDArray[np.int32]) -> int:
+        """Their sum mod 2^64."""
+        return int(self._slot_keys.take(slots).dot(self._position_keys.take(positions)))
+
 
 def sequence_hash(seq: int, length: int, prefix_sum: int, tree_size: int, tree_sum: int) -> int:
     """One 64-bit word for all that a sequence maps: its prefix and its uncommitted tree."""
     word = mix64((mix64(seq) + prefix_sum) & MASK64)
     word = mix64((word + tree_sum) & MASK64)
     return mix64(word ^ length ^ tree_size << 32)
+
+
+def pool_hash(cached_sum: int, quarantined_sum: int, limit: int) -> int:
+    """One 64-bit word for what no sequence maps: the cache, the quarantine and the limit."""
+    word = mix64((limit + cached_sum) & MASK64)
+    return mix64((word + quarantined_sum) & MASK64)

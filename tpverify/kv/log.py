@@ -3,120 +3,130 @@
 One writer and one order: a rank that misses an entry, or is given another in its place, is fenced and replaced.
 """
 
-from collections.abc import Sequence as Listlike
-from hashlib import blake2b
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tpverify.config import MAX_NODES, check_int
-from tpverify.errors import ArgumentError, PoolFull
-from tpverify.kv.slots import FreeSlots, Slots
+from tpverify.errors import ArgumentError, PoolFull, describe
+from tpverify.kv import defrag, extents
+from tpverify.kv.entries import (
+    Append,
+    Close,
+    Commit,
+    Draft,
+    Entry,
+    Evict,
+    Fork,
+    Move,
+    Open,
+    Resize,
+    Retain,
+    Retire,
+    int32,
+)
+from tpverify.kv.radix import RadixCache, Tokens
+from tpverify.kv.replica import Fenced, Replica
+from tpverify.kv.slots import FREE, LIVE, NO_SLOTS, FreeSlots, Slots
+from tpverify.kv.snapshot import Snapshot
 from tpverify.kv.table import SequenceTables
 
-ANSWERS_KEPT = 4096  # entries whose repetition a replica still answers
-WIRE_INT32 = np.dtype("<i4")
+__all__ = [
+    "Append", "Close", "Commit", "Draft", "Entry", "Evict", "Fenced", "Fork", "KvLog", "Lease", "Move", "Moved",
+    "Open", "Replica", "Resize", "Retain", "Retire",
+]  # fmt: skip
 
 
-class _Change(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """One entry. `apply` runs it on tables and returns the slots that became free; ArgumentError if it does not fit."""
+NOBODY, CACHE = -1, -2  # owners that are no sequence
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One wave of moves. moves: rows that change slots with the next step. extents_before, extents_after: of all open
+    sequences together, prefixes counted once a reader. done: no call without a change in between would move anything
+    further; while it is false, acknowledge two steps and call again."""
+
+    moves: int
+    extents_before: int
+    extents_after: int
+    done: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Lease:
+    """Committed rows of a sequence that stay in their slots until the lease is given back. slots int32 and generations
+    uint32, [length]."""
 
     seq: int
+    slots: Slots
+    generations: npt.NDArray[np.uint32]
 
 
-class Open(_Change, frozen=True):
-    """An empty sequence."""
+class _Quarantine:
+    """Sources of moves, in the order of the log. They leave once a step later than that which carried the move has been
+    answered by every rank."""
 
-    def apply(self, tables: SequenceTables) -> Slots:
-        return tables.open(self.seq)
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, Slots]] = []  # number of the move
+        self._answered: list[Slots] = []  # their move was carried by a step that has been answered
 
+    def __bool__(self) -> bool:
+        return bool(self._waiting or self._answered)
 
-class Append(_Change, frozen=True):
-    """Further committed positions at `slots`, ascending int32 little-endian."""
+    def add(self, number: int, slots: Slots) -> None:
+        self._waiting.append((number, slots))
 
-    slots: bytes
-
-    def apply(self, tables: SequenceTables) -> Slots:
-        return tables.append(self.seq, _int32("slots", self.slots))
-
-
-class Draft(_Change, frozen=True):
-    """Scratch slots of this step's tree, root first: ascending int32 little-endian."""
-
-    slots: bytes
-
-    def apply(self, tables: SequenceTables) -> Slots:
-        return tables.draft(self.seq, _int32("slots", self.slots))
-
-
-class Commit(_Change, frozen=True):
-    """Accepted nodes of the tree: ascending int32 little-endian indices, the root (0) first."""
-
-    path: bytes
-
-    def apply(self, tables: SequenceTables) -> Slots:
-        return tables.commit(self.seq, _int32("path", self.path))
-
-
-class Fork(_Change, frozen=True):
-    """A sequence `new` with the committed positions of `seq`, in the same slots."""
-
-    new: int
-
-    def apply(self, tables: SequenceTables) -> Slots:
-        return tables.fork(self.seq, self.new)
-
-
-class Close(_Change, frozen=True):
-    """The end of a sequence."""
-
-    def apply(self, tables: SequenceTables) -> Slots:
-        return tables.close(self.seq)
-
-
-Entry = Open | Append | Draft | Commit | Fork | Close
-
-
-class Fenced(RuntimeError):
-    """A replica saw a gap or a contradiction in its log. Its tables cannot be trusted: it must be replaced."""
+    def step(self, sent: int) -> list[Slots]:
+        """A step that carried the log up to entry `sent` has been answered. Returns what leaves."""
+        leaving, self._answered = self._answered, [slots for number, slots in self._waiting if number <= sent]
+        self._waiting = [(number, slots) for number, slots in self._waiting if number > sent]
+        return leaving
 
 
 class KvLog:
-    """The coordinator's tables and allocator. A call validates fully before it changes anything, then records an entry.
+    """The coordinator's tables, allocator and prefix cache. A call validates fully before it changes anything, then
+    records entries.
 
     num_slots counts rows of the pool; slot 0, the padding sink, is never handed out. No sequence number is used twice.
-    Errors: ArgumentError for a sequence that is not open or an argument out of range; PoolFull for too few free slots
-    or max_sequences already open.
+    Errors: ArgumentError for a sequence that is not open or an argument out of range; PoolFull for max_sequences
+    already open, or for too few free slots even if everything in the cache that no sequence reads were evicted.
     """
 
     def __init__(self, num_slots: int, max_sequences: int = 4096) -> None:
         self._tables = SequenceTables(num_slots)
         self._free = FreeSlots(num_slots)
+        self._cache = RadixCache(self._tables.slots)
+        self._quarantine = _Quarantine()
+        self._job: defrag.Job | None = None
+        self._pins = np.zeros(num_slots, np.int32)
         self._max_sequences = check_int("max_sequences", max_sequences, 1, 2**31 - 1)
         self._next_seq = 0
         self._recorded = 0
         self._pending: list[Entry] = []
 
-    def open(self) -> int:
-        """Number of a new, empty sequence."""
+    def open(self, tokens: npt.ArrayLike | None = None) -> int:
+        """Number of a new sequence. With the token ids, int [n], of what it is to hold, it starts with those positions
+        that the cache has; length(seq) says how many. The last token is never among them, since someone needs its
+        output: the caller computes at least that one."""
         self._check_room()
-        self._record(Open(self._new_seq()))
+        prefix = NO_SLOTS if tokens is None else self._cache.match(_as_tokens(tokens)[:-1])
+        self._record(Open(self._new_seq(), extents.pack(prefix)))
         return self._next_seq - 1
 
     def append(self, seq: int, n: int) -> Slots:
         """Slots, int32 [n], of n further committed positions. An uncommitted tree is dropped: its root moved."""
         n = check_int("n", n, 1, 2**31 - 1)
-        self._make_room(seq, n)
-        self._record(Append(seq, _wire(self._free.take_run(n))))
+        self._drop_tree_for(seq, n)
+        self._record(Append(seq, int32(self._free.take_run(n))))
         return self.prefix_slots(seq)[-n:]
 
     def draft(self, seq: int, n: int) -> Slots:
         """Scratch slots, int32 [n], of a tree of n <= 1024 nodes, root included. An uncommitted tree is dropped."""
         n = check_int("n", n, 1, MAX_NODES)
-        self._make_room(seq, n)
-        self._record(Draft(seq, _wire(self._free.take_recent(n))))
+        self._drop_tree_for(seq, n)
+        self._record(Draft(seq, int32(self._free.take_recent(n))))
         return self.tree_slots(seq)
 
     def commit(self, seq: int, path: npt.ArrayLike) -> None:
@@ -124,7 +134,7 @@ class KvLog:
         nodes = np.asarray(path)
         if nodes.ndim != 1 or nodes.dtype.kind not in "iu":
             raise ArgumentError("path", "node indices, int [accepted]", path)
-        wire = nodes.astype(WIRE_INT32)
+        wire = nodes.astype(extents.WIRE_INT32)
         if wire.tolist() != nodes.tolist():
             raise ArgumentError("path", "node indices that fit int32", path)
         self._record(Commit(seq, wire.tobytes()))
@@ -136,9 +146,105 @@ class KvLog:
         self._record(Fork(seq, self._new_seq()))
         return self._next_seq - 1
 
-    def close(self, seq: int) -> None:
-        """End a sequence; slots that no fork reads any longer become free."""
+    def cache(self, seq: int, tokens: npt.ArrayLike) -> None:
+        """Keep the rows of the first n committed positions, whose token ids are tokens int [n], for later sequences.
+        Those that the cache already has are not kept twice."""
+        key = _as_tokens(tokens)
+        sequence = self._tables[seq]
+        if key.size > sequence.length:
+            raise ArgumentError("tokens", f"ids of at most the {sequence.length} committed positions", key.size)
+        new = sequence.prefix[self._cache.cached(key) : key.size]
+        if not new.size:
+            return
+        if self._tables.slots.cached.take(new).any():
+            raise ArgumentError("tokens", "the ids under which these rows are already cached", key)
+        self._cache.insert(key, sequence.prefix[: key.size])
+        self._record(Retain(extents.pack(new)))
+
+    def close(self, seq: int, tokens: npt.ArrayLike | None = None) -> None:
+        """End a sequence; slots that no fork reads any longer become free. With the token ids of its first committed
+        positions, the cache keeps those."""
+        if tokens is not None:
+            self.cache(seq, tokens)
         self._record(Close(seq))
+
+    def make_room(self, n: int) -> None:
+        """Have n slots free, at the cost of what the cache keeps for nobody: the least recently used goes first."""
+        self._make_room(n, 0)
+
+    def defrag(self, most: int, *, goal: int = 1, threshold: int = 1) -> Moved:
+        """Move up to `most` rows so that chains of more than `threshold` extents come to have `goal`, or up to four
+        where there is no room for fewer. With a goal above 1 (at most 4) long extents stay where they are.
+
+        A chain is what a sequence has committed itself, or a branch of the cache, whose rows move once for all readers.
+        Nothing moves while sources of earlier moves are in quarantine.
+        """
+        most = check_int("most", most, 1, 2**31 - 1)
+        goal = check_int("goal", goal, 1, defrag.GOAL)
+        threshold = max(goal, check_int("threshold", threshold, 1, 2**31 - 1))
+        before = sum(self.extents().values())
+        if self._quarantine:
+            return Moved(0, before, before, False)
+        states, pinned = self._tables.slots, self._pins > 0
+        for _ in range(2):  # the job under way may turn out to be over
+            if self._job is None:
+                chains = [chain for _, chain in self._chains()]
+                self._job = defrag.plan(chains, states, pinned, goal=goal, threshold=threshold, most=most)
+                if self._job is None:
+                    return Moved(0, before, before, True)
+                self._refill()
+            src, dst = self._job.wave(states, pinned, most)
+            if src.size:
+                self._move(src, dst)
+                return Moved(src.size, before, sum(self.extents().values()), False)
+            self._end_job()
+        return Moved(0, before, before, True)
+
+    def resize(self, num_slots: int) -> Moved:
+        """Hand out only slots below num_slots from now on, and move what lies above into what is free below.
+
+        done says that nothing is left above, neither rows nor sources in quarantine. Until then call again: after two
+        acknowledged steps; rows of a tree can move once it is committed, leased rows never. PoolFull if what is read
+        does not fit. A larger number than before gives slots back.
+        """
+        check_int("num_slots", num_slots, 2, self._tables.num_slots)
+        states = self._tables.slots
+        counts = states.counts()
+        excess = counts["live"] + counts["scratch"] - (num_slots - 1)
+        if excess > self._cache.evictable():
+            needed = counts["live"] + counts["scratch"] - self._cache.evictable()
+            raise PoolFull(f"{needed} slots are in use, {num_slots - 1} would be left", needed=needed)
+        before = sum(self.extents().values())
+        self._end_job()
+        if num_slots != states.limit:
+            self._record(Resize(num_slots))
+            self._refill()
+        if excess > 0:
+            self._record(Evict(extents.pack(self._cache.evict(excess))))
+        src, dst = defrag.evacuate([chain for _, chain in self._chains()], states, self._pins > 0)
+        if src.size:
+            self._move(src, dst)
+        done = not (states.states[num_slots:] != FREE).any()
+        return Moved(src.size, before, sum(self.extents().values()), done)
+
+    def acknowledge(self) -> None:
+        """Every rank has answered the step that carried all entries handed out so far, with the digest expected."""
+        leaving = self._quarantine.step(self._recorded - len(self._pending))
+        if leaving:
+            self._record(Retire(extents.pack(np.concatenate(leaving))))
+
+    def lease(self, seq: int) -> Lease:
+        """The committed rows of a sequence, which stay in their slots until `end_lease`: for a transfer."""
+        slots = self.prefix_slots(seq)
+        self._pins[slots] += 1
+        return Lease(seq, slots, self._tables.slots.generations.take(slots))
+
+    def intact(self, lease: Lease) -> bool:
+        """Whether the leased slots still hold the rows that they held: the sequence may have been closed since."""
+        return bool((self._tables.slots.generations.take(lease.slots) == lease.generations).all())
+
+    def end_lease(self, lease: Lease) -> None:
+        self._pins[lease.slots] -= 1
 
     def length(self, seq: int) -> int:
         """Committed positions."""
@@ -152,30 +258,106 @@ class KvLog:
         """Slots of the uncommitted tree's nodes, int32 [n], read-only; empty when there is none."""
         return self._tables[seq].tree
 
+    def extents(self) -> dict[int, int]:
+        """Of every open sequence, in how many runs of slots its committed positions lie."""
+        return {seq: extents.count(sequence.prefix) for seq, sequence in self._tables.items()}
+
+    def slot_map(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+        """Of every slot, its state (see slots.py) and its owner: a sequence's number, CACHE or NOBODY."""
+        owners = np.full(self._tables.num_slots, NOBODY, np.int32)
+        for owner, chain in self._chains():
+            owners[chain] = owner
+        for seq, sequence in self._tables.items():
+            owners[sequence.tree] = seq
+        return self._tables.slots.states.copy(), owners
+
     def pending(self) -> tuple[int, list[Entry]]:
         """Number (from 1) of the first entry that this call has not yet handed out, and all entries from there on."""
         entries, self._pending = self._pending, []
         return self._recorded - len(entries) + 1, entries
+
+    def snapshot(self) -> Snapshot:
+        """The tables as they are now, entries that are still pending included, for a replica that joins."""
+        return Snapshot.of(self._tables, self._recorded)
 
     def digest(self) -> str:
         """16 hex digits, equal to those of every replica that applied the same entries."""
         return self._tables.digest()
 
     def stats(self) -> dict[str, int]:
-        """Slots free, scratch, live (in all num_slots - 1) and shared; sequences; entries recorded. O(num_slots)."""
-        return self._tables.slots.counts() | {"sequences": len(self._tables), "entries": self._recorded}
+        """Slots free, scratch, live, quarantined and withheld, num_slots - 1 in all; of the live ones those shared,
+        cached, and evictable from the cache; sequences; entries recorded. O(num_slots)."""
+        return self._tables.slots.counts() | {
+            "evictable": self._cache.evictable(),
+            "sequences": len(self._tables),
+            "entries": self._recorded,
+        }
 
     def _record(self, entry: Entry) -> None:
-        self._free.give(entry.apply(self._tables))
+        self._give(entry.apply(self._tables))
         self._pending.append(entry)
         self._recorded += 1
 
-    def _make_room(self, seq: int, n: int) -> None:
-        """Drop the sequence's tree if n slots are free then, else PoolFull."""
-        available = self._free.count + self._tables[seq].tree.size
-        if n > available:
-            raise PoolFull(f"{n} slots needed, {available} are free")
-        self._free.give(self._tables.drop_tree(seq))
+    def _give(self, freed: Slots) -> None:
+        """To the free list, but for slots that a job needs or that are withheld."""
+        if self._job is not None:
+            freed = freed[~self._job.windows.take(freed)]
+        if self._tables.slots.limit < self._tables.num_slots:
+            freed = freed[freed < self._tables.slots.limit]
+        self._free.give(freed)
+
+    def _refill(self) -> None:
+        """The free list anew, from the states."""
+        free = self._tables.slots.free()
+        self._free.reset(free if self._job is None else free[~self._job.windows.take(free)])
+
+    def _end_job(self) -> None:
+        if self._job is not None:
+            self._job = None
+            self._refill()
+
+    def _move(self, src: Slots, dst: Slots) -> None:
+        order = np.argsort(dst)
+        src, dst = src.take(order), dst.take(order)
+        self._cache.move(src, dst)
+        self._record(Move(extents.pack(src, dst)))
+        self._quarantine.add(self._recorded, src)
+        self._refill()
+
+    def _chains(self) -> Iterator[tuple[int, Slots]]:
+        """All live slots in chains, with their owners; each slot in one. See defrag.py."""
+        claimed = np.zeros(self._tables.num_slots, np.bool_)
+
+        def rest(slots: Slots) -> Slots:
+            slots = slots[~claimed.take(slots)]
+            claimed.put(slots, True)
+            return slots
+
+        yield from ((CACHE, rest(chain)) for chain in self._cache.chains())
+        yield from ((seq, rest(own.prefix[own.inherited :])) for seq, own in self._tables.items())
+        if np.count_nonzero(claimed) < np.count_nonzero(self._tables.slots.states == LIVE):
+            # What forks have inherited from sequences that have ended since.
+            yield from ((seq, rest(fork.prefix)) for seq, fork in self._tables.items())
+
+    def _drop_tree_for(self, seq: int, n: int) -> None:
+        """Drop the sequence's tree if n slots can be had then, else PoolFull."""
+        tree = self._tables[seq].tree
+        self._make_room(n, int(np.count_nonzero(tree < self._tables.slots.limit)))
+        self._give(self._tables.drop_tree(seq))
+
+    def _make_room(self, n: int, own: int) -> None:
+        """n slots, `own` of which the caller will free itself."""
+        if n > self._free.count + own:
+            self._end_job()
+        free = self._free.count + own
+        if n <= free:
+            return
+        evictable = self._cache.evictable()
+        if n > free + evictable:
+            more = f", {evictable} more can be evicted" if evictable else ""
+            waits = ", sources of moves are in quarantine" if self._quarantine else ""
+            raise PoolFull(f"{n} slots needed, {free} are free{more}{waits}", needed=n, free=free, evictable=evictable)
+        self._record(Evict(extents.pack(self._cache.evict(n - free))))
 
     def _check_room(self) -> None:
         if len(self._tables) == self._max_sequences:
@@ -186,79 +368,8 @@ class KvLog:
         return self._next_seq - 1
 
 
-class Replica:
-    """A rank's tables, equal to the coordinator's: it replays the same entries. Once Fenced, every call raises."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._tables = SequenceTables(num_slots)
-        self._applied = 0
-        self._answers = {0: (b"", self._tables.digest())}  # number -> hash of the entry, digest after it
-        self._fenced: Fenced | None = None
-
-    def apply(self, first: int, entries: Listlike[Entry]) -> str:
-        """Apply entries number first, first + 1, ... and return the digest after the last of them.
-
-        An entry applied before is compared with what was applied, not run again; the digest is the one of that time.
-        Fenced: an entry is missing before `first`; a repeated entry differs from the one applied or is no longer among
-        the last 4096; an entry does not fit the tables.
-        """
-        self._trusted()
-        if first > self._applied + 1:
-            self._fence(f"entry {self._applied + 1} is missing: the log goes on with entry {first}")
-        for number, entry in enumerate(entries, first):
-            body = blake2b(msgspec.msgpack.encode(entry), digest_size=8).digest()
-            if number > self._applied:
-                self._run(number, entry, body)
-            elif self._answer(number)[0] != body:
-                self._fence(f"entry {number} was repeated with another body")
-        return self._answer(first + len(entries) - 1)[1]
-
-    def length(self, seq: int) -> int:
-        """Committed positions."""
-        return self._trusted()[seq].length
-
-    def prefix_slots(self, seq: int) -> Slots:
-        """Slots of the committed positions, int32 [length], a read-only view that later changes leave as it is."""
-        return self._trusted()[seq].prefix
-
-    def tree_slots(self, seq: int) -> Slots:
-        """Slots of the uncommitted tree's nodes, int32 [n], read-only; empty when there is none."""
-        return self._trusted()[seq].tree
-
-    def digest(self) -> str:
-        """16 hex digits of the present tables."""
-        return self._trusted().digest()
-
-    def _trusted(self) -> SequenceTables:
-        if self._fenced is not None:
-            raise self._fenced
-        return self._tables
-
-    def _run(self, number: int, entry: Entry, body: bytes) -> None:
-        try:
-            entry.apply(self._tables)
-        except ArgumentError as error:
-            self._fence(f"entry {number} does not fit the tables: {error}")
-        self._applied = number
-        self._answers[number] = body, self._tables.digest()
-        self._answers.pop(number - ANSWERS_KEPT, None)
-
-    def _answer(self, number: int) -> tuple[bytes, str]:
-        answer = self._answers.get(number)
-        if answer is None:
-            self._fence(f"entry {number} is not among the last {ANSWERS_KEPT} of {self._applied} applied")
-        return answer
-
-    def _fence(self, cause: str) -> NoReturn:
-        self._fenced = Fenced(cause)
-        raise self._fenced
-
-
-def _wire(slots: Slots) -> bytes:
-    return slots.astype(WIRE_INT32, copy=False).tobytes()
-
-
-def _int32(argument: str, raw: bytes) -> npt.NDArray[Any]:
-    if len(raw) % WIRE_INT32.itemsize:
-        raise ArgumentError(argument, "bytes of int32", f"{len(raw)} bytes")
-    return np.frombuffer(raw, WIRE_INT32)
+def _as_tokens(tokens: npt.ArrayLike) -> Tokens:
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" and ids.size:
+        raise ArgumentError("tokens", "token ids, int [n]", describe(tokens))
+    return ids.astype(np.int64)

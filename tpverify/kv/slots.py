@@ -12,31 +12,47 @@ from tpverify.errors import ArgumentError
 
 Slots = npt.NDArray[np.int32]
 
-# A slot is in exactly one state. SINK is slot 0: padding rows are written there and nothing reads it.
-FREE, SCRATCH, LIVE, SINK = range(4)
+# A slot is in exactly one state. SINK is slot 0: padding rows are written there and nothing reads it. The source of a
+# move is QUARANTINED until no rank can still read it.
+FREE, SCRATCH, LIVE, SINK, QUARANTINED = range(5)
 NO_SLOTS: Slots = np.empty(0, np.int32)
 
 
 class SlotStates:
-    """Of every slot: its state, uint8 [num_slots], and the number of sequences that read it, int32 [num_slots].
+    """Of every slot, arrays [num_slots]: its state, uint8; who reads it, int32 sequences plus the cache; whether the
+    cache does, bool; its logical position while LIVE, int32; its generation, uint32, which a slot changes whenever it
+    stops holding a row, so that (slot, generation) names a row for good.
 
     A transition checks the state it leaves before it changes anything: no slot is claimed twice or freed twice.
+    Slots from `limit` on are not claimed.
     """
 
     def __init__(self, num_slots: int) -> None:
-        check_int("num_slots", num_slots, 2, 2**31 - 1)
+        self.limit = check_int("num_slots", num_slots, 2, 2**31 - 1)
         self.states = np.zeros(num_slots, np.uint8)
         self.states[0] = SINK
         self.readers = np.zeros(num_slots, np.int32)
+        self.cached = np.zeros(num_slots, np.bool_)
+        self.positions = np.zeros(num_slots, np.int32)
+        self.generations = np.zeros(num_slots, np.uint32)
 
     def check_free(self, slots: Slots, own: Slots) -> None:
-        """ArgumentError unless the slots ascend, are in the pool and are FREE or among `own`, which is freed first."""
-        if slots.size == 0 or slots[0] < 1 or slots[-1] >= self.states.size or not (slots[1:] > slots[:-1]).all():
-            raise ArgumentError("slots", f"ascending slots from 1 to {self.states.size - 1}", slots)
+        """ArgumentError unless the slots ascend, are below the limit and are FREE or among `own`, which is freed
+        first."""
+        if slots.size == 0 or slots[0] < 1 or slots[-1] >= self.limit or not (slots[1:] > slots[:-1]).all():
+            raise ArgumentError("slots", f"ascending slots from 1 to {self.limit - 1}", slots)
         if not self._all(slots, FREE):
             busy = slots[self.states.take(slots) != FREE]
             if not np.isin(busy, own).all():
                 raise ArgumentError("slots", "free slots", busy)
+
+    def check_distinct(self, argument: str, slots: Slots, state: int, what: str) -> None:
+        """ArgumentError unless the slots, in any order, are different slots of the pool in that state."""
+        ascending = np.sort(slots)
+        if slots.size == 0 or ascending[0] < 1 or ascending[-1] >= self.states.size or not np.diff(ascending).all():
+            raise ArgumentError(argument, f"different slots from 1 to {self.states.size - 1}", slots)
+        if not self._all(slots, state):
+            raise ArgumentError(argument, what, slots[self.states.take(slots) != state])
 
     def claim(self, slots: Slots, state: int) -> None:
         """FREE -> SCRATCH, or LIVE with one reader."""
@@ -49,7 +65,11 @@ class SlotStates:
         assert self._all(accepted, SCRATCH) and self._all(rejected, SCRATCH)
         self.states.put(accepted, LIVE)
         self.readers.put(accepted, 1)
-        self.states.put(rejected, FREE)
+        self._vacate(rejected, FREE)
+
+    def place(self, slots: Slots, position: int) -> None:
+        """LIVE slots hold positions position, position + 1, ..."""
+        self.positions.put(slots, np.arange(position, position + slots.size, dtype=np.int32))
 
     def share(self, slots: Slots) -> None:
         """LIVE with one more reader."""
@@ -61,13 +81,46 @@ class SlotStates:
         assert self._all(slots, LIVE)
         self.readers[slots] -= 1
         freed = slots[self.readers.take(slots) == 0]
-        self.states.put(freed, FREE)
+        self._vacate(freed, FREE)
         return freed
 
+    def move(self, src: Slots, dst: Slots) -> None:
+        """Rows change slots: dst FREE -> LIVE with the readers and position of src, src LIVE -> QUARANTINED."""
+        assert self._all(src, LIVE) and self._all(dst, FREE)
+        self.states.put(dst, LIVE)
+        for of_slot in (self.readers, self.cached, self.positions):
+            of_slot.put(dst, of_slot.take(src))
+        self.readers.put(src, 0)
+        self.cached.put(src, False)
+        self._vacate(src, QUARANTINED)
+
+    def retire(self, slots: Slots) -> None:
+        """QUARANTINED -> FREE."""
+        assert self._all(slots, QUARANTINED)
+        self.states.put(slots, FREE)
+
+    def free(self) -> Slots:
+        """All slots that may be claimed, int32, ascending. O(num_slots)."""
+        return np.flatnonzero(self.states[: self.limit] == FREE).astype(np.int32)
+
     def counts(self) -> dict[str, int]:
-        """Slots that are free, scratch, live, and live with several readers; counted anew, so they cannot drift."""
-        free, scratch, live = (int(np.count_nonzero(self.states == state)) for state in (FREE, SCRATCH, LIVE))
-        return {"free": free, "scratch": scratch, "live": live, "shared": int(np.count_nonzero(self.readers > 1))}
+        """Slots that are free, scratch, live, quarantined and withheld (free, from the limit on), num_slots - 1 in all;
+        of the live ones, those with several readers and those in the cache. Counted anew, so they cannot drift."""
+        states = np.bincount(self.states, minlength=5)
+        withheld = int(np.count_nonzero(self.states[self.limit :] == FREE))
+        return {
+            "free": int(states[FREE]) - withheld,
+            "scratch": int(states[SCRATCH]),
+            "live": int(states[LIVE]),
+            "quarantined": int(states[QUARANTINED]),
+            "withheld": withheld,
+            "shared": int(np.count_nonzero(self.readers > 1)),
+            "cached": int(np.count_nonzero(self.cached)),
+        }
+
+    def _vacate(self, slots: Slots, state: int) -> None:
+        self.states.put(slots, state)
+        self.generations[slots] += 1
 
     def _all(self, slots: Slots, state: int) -> bool:
         return self.states.take(slots).tobytes() == bytes((state,)) * slots.size
@@ -108,6 +161,10 @@ class FreeSlots:
             return self.take_run(n)
         self._stacked -= n
         return np.sort(self._stack[self._stacked : self._stacked + n])
+
+    def reset(self, slots: Slots) -> None:
+        """These, ascending, and no others."""
+        self._ascending, self._next, self._stacked = slots, 0, 0
 
     def give(self, slots: Slots) -> None:
         """Add slots, int32, which the states say are free."""

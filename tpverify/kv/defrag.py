@@ -1,0 +1,228 @@
+"""Where rows ought to lie, and the waves of moves that bring them there.
+
+A chain is a list of slots in position order with one owner: rows of the prefix cache, or what a sequence has committed
+itself. A plan gives a chain a window, an interval of the pool as long as it, without slots that must stay. Moves are
+evacuate-only: a destination is free when the wave is made, and a source is not reused before the next one. So moves
+of a wave are independent, and old and new rows are both valid until it is over.
+"""
+
+from collections.abc import Sequence as Listlike
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from tpverify.kv import extents
+from tpverify.kv.slots import FREE, LIVE, NO_SLOTS, Slots, SlotStates
+
+Mask = npt.NDArray[np.bool_]
+
+GOAL = 4  # extents that a chain may be left with when there is no room, or no need, for fewer
+LONG = 16  # rows: so long an extent is never in the way of another chain
+CHAINS_AT_ONCE = 256  # of one job, so that planning stays short
+
+
+@dataclass
+class Job:
+    """Rows on their way: row i is at slots[i], was put there as generations[i], and belongs at targets[i]. `windows`
+    are all slots that the job needs for itself; nobody else may get them while it lasts."""
+
+    slots: Slots
+    targets: Slots
+    generations: npt.NDArray[np.uint32]
+    windows: Mask
+
+    def wave(self, states: SlotStates, pinned: Mask, limit: int) -> tuple[Slots, Slots]:
+        """Sources and destinations of at most `limit` moves that can be made now; none when the job is over.
+
+        A row whose place is free goes there. Only when there is none, the occupants of the first places step aside, to
+        the highest free slots outside the windows.
+        """
+        self._forget(states)
+        moves = np.flatnonzero((states.states.take(self.targets) == FREE) & ~pinned.take(self.slots))[:limit]
+        if moves.size:
+            src, dst = self.slots.take(moves), self.targets.take(moves)
+        else:
+            occupants = self.targets[(states.states.take(self.targets) == LIVE) & ~pinned.take(self.targets)]
+            free = states.free()
+            outside = free[~self.windows.take(free)]
+            count = min(limit, occupants.size, outside.size)
+            src, dst = np.sort(occupants[:count]), outside[outside.size - count :]
+            moves = np.flatnonzero(np.isin(self.slots, src))
+        self._follow(states, moves, src, dst)
+        return src, dst
+
+    def _forget(self, states: SlotStates) -> None:
+        """Rows that are where they belong, and those that have gone: their slot has another generation."""
+        alive = states.generations.take(self.slots) == self.generations
+        keep = np.flatnonzero(alive & (self.slots != self.targets))
+        self.slots, self.targets = self.slots.take(keep), self.targets.take(keep)
+        self.generations = self.generations.take(keep)
+
+    def _follow(self, states: SlotStates, moves: npt.NDArray[np.intp], src: Slots, dst: Slots) -> None:
+        """Those of the job's rows that this wave moves are at their new slots."""
+        place = np.zeros(states.states.size, np.int32)
+        place.put(src, dst)
+        moved = place.take(self.slots.take(moves))
+        self.slots.put(moves, moved)
+        self.generations.put(moves, states.generations.take(moved))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Chains one after another: slots int32 [rows]; chain c has rows bounds[c] to bounds[c + 1] - 1 and counts[c]
+    extents; extent e has lengths[e] rows from row begins[e]."""
+
+    slots: Slots
+    bounds: npt.NDArray[np.intp]
+    counts: npt.NDArray[np.intp]
+    begins: npt.NDArray[np.intp]
+    lengths: npt.NDArray[np.intp]
+
+    @classmethod
+    def of(cls, chains: Listlike[Slots]) -> "Layout":
+        bounds = np.cumsum([0, *(chain.size for chain in chains)])
+        slots = np.concatenate([NO_SLOTS, *chains])
+        mask = extents.begins(slots)
+        mask[bounds[:-1]] = True
+        begins = np.flatnonzero(mask)
+        counts = np.diff(np.searchsorted(begins, bounds))
+        return cls(slots, bounds, counts, begins, np.diff(begins, append=slots.size))
+
+    def extents(self, start: int, end: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """First rows and lengths of the extents of rows start to end - 1, which is where an extent begins or ends."""
+        part = slice(*np.searchsorted(self.begins, (start, end)))
+        return self.begins[part], self.lengths[part]
+
+
+def plan(
+    chains: Listlike[Slots], states: SlotStates, pinned: Mask, *, goal: int, threshold: int, most: int
+) -> Job | None:
+    """A job that leaves chains with `goal` extents, or up to GOAL where there is no room for fewer; None if there is
+    nothing to do.
+
+    Considered are chains of more than `threshold` >= goal extents without a pinned slot; those that lose most extents
+    a row come first, until the job has `most` rows or more. With a goal above 1 the longest extents stay.
+    """
+    layout = Layout.of([chain for chain in chains if chain.size])
+    if not layout.slots.size:
+        return None
+    counts, sizes = layout.counts, np.diff(layout.bounds)
+    movable = counts > threshold
+    if pinned.any():
+        movable &= ~np.logical_or.reduceat(pinned.take(layout.slots), layout.bounds[:-1])
+    candidates = np.flatnonzero(movable)
+    candidates = candidates[np.argsort(-counts[candidates] / sizes[candidates], kind="stable")]
+    gaps = _Gaps(_open(layout, movable, states))
+
+    placed: list[tuple[Slots, Slots]] = []
+    rows = 0
+    for chain in candidates[:CHAINS_AT_ONCE].tolist():
+        segments, spare = _segments(layout, chain, goal)
+        for start, end in segments:
+            window = gaps.around_longest(layout, start, end)
+            if window is None:
+                window = gaps.first_fit(end - start, 1 + spare)
+            if window is not None:
+                placed.append((layout.slots[start:end], window))
+                rows += end - start
+        if rows >= most:
+            break
+    if not placed:
+        return None
+    slots, targets = (np.concatenate(column) for column in zip(*placed, strict=True))
+    windows = np.zeros(states.states.size, np.bool_)
+    windows[targets] = True
+    return Job(slots, targets, states.generations.take(slots), windows)
+
+
+def _segments(layout: Layout, chain: int, goal: int) -> tuple[list[tuple[int, int]], int]:
+    """Parts of a chain, first row and end, that are to become one extent each while the rest stays where it is; and how
+    many extents fewer than GOAL the chain has then. Moves as few rows as can be."""
+    start, end = layout.bounds[chain : chain + 2].tolist()
+    if goal == 1:
+        return [(start, end)], GOAL - 1
+    begin, length = layout.extents(start, end)
+    longest = np.argpartition(length, -min(goal - 1, length.size))[-min(goal - 1, length.size) :]
+    longest = np.sort(longest[length[longest] >= LONG]).tolist()
+    best: tuple[int, int, list[tuple[int, int]]] = (end - start, 1, [(start, end)])
+    for stay in (stay for n in range(1, goal) for stay in combinations(longest, n)):
+        edges = [start, *(edge for e in stay for edge in (begin[e], begin[e] + length[e])), end]
+        parts = [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+        torn = [(a, b) for a, b in parts if layout.extents(a, b)[0].size > 1]
+        moved = sum(b - a for a, b in torn)
+        if len(stay) + len(parts) <= goal and moved < best[0]:
+            best = moved, len(stay) + len(parts), torn
+    return best[2], GOAL - best[1]
+
+
+class _Gaps:
+    """Intervals of the pool that windows may cover, starts[i] to ends[i] - 1, ascending."""
+
+    def __init__(self, open_: Mask) -> None:
+        edges = np.flatnonzero(np.diff(open_, prepend=False, append=False))
+        self._starts, self._ends = edges[::2], edges[1::2]
+
+    def around_longest(self, layout: Layout, start: int, end: int) -> Slots | None:
+        """A window for rows start to end - 1 in which the longest extent stays where it is, if that is half of them."""
+        begin, length = layout.extents(start, end)
+        longest = int(np.argmax(length))
+        size, first = int(length[longest]), int(begin[longest])
+        at = int(layout.slots[first])
+        low = at - first + start
+        high = low + end - start
+        if 2 * size < end - start:
+            return None
+        fits = self._is_open(low, at) and self._is_open(at + size, high) if size >= LONG else self._is_open(low, high)
+        return self._take(low, high) if fits else None
+
+    def first_fit(self, size: int, pieces: int) -> Slots | None:
+        """A window of `size` slots in the first gap that has room; else in up to `pieces` of equal size."""
+        for count in range(1, pieces + 1):
+            part = -(-size // count)
+            if ((self._ends - self._starts) // part).sum() >= count:
+                return np.concatenate([self._first(min(part, size - i * part)) for i in range(count)])
+        return None
+
+    def _first(self, size: int) -> Slots:
+        low = int(self._starts[np.argmax(self._ends - self._starts >= size)])
+        return self._take(low, low + size)
+
+    def _is_open(self, low: int, high: int) -> bool:
+        if low >= high:
+            return True
+        gap = int(np.searchsorted(self._starts, low, side="right")) - 1
+        return gap >= 0 and high <= self._ends[gap]
+
+    def _take(self, low: int, high: int) -> Slots:
+        """Close the interval, whatever of it is open, and return its slots."""
+        i, j = int(np.searchsorted(self._ends, low, side="right")), int(np.searchsorted(self._starts, high))
+        if i < j:
+            starts, ends = [min(self._starts[i], low), high], [low, max(self._ends[j - 1], high)]
+            self._starts = np.concatenate((self._starts[:i], starts, self._starts[j:]))
+            self._ends = np.concatenate((self._ends[:i], ends, self._ends[j:]))
+        return np.arange(low, high, dtype=np.int32)
+
+
+def _open(layout: Layout, movable: Mask, states: SlotStates) -> Mask:
+    """Slots that a window may cover: the free ones, and those whose rows can step aside without harm."""
+    scattered = (layout.lengths < LONG) & np.repeat(movable, layout.counts)
+    open_ = states.states == FREE
+    open_[states.limit :] = False
+    open_[layout.slots[np.repeat(scattered, layout.lengths)]] = True
+    return open_
+
+
+def evacuate(chains: Listlike[Slots], states: SlotStates, pinned: Mask) -> tuple[Slots, Slots]:
+    """Moves of the rows above the limit, chain after chain, into what is free below, the longest runs first: as many as
+    can be made now."""
+    slots = np.concatenate([NO_SLOTS, *chains])
+    src = slots[(slots >= states.limit) & ~pinned.take(slots)]
+    free = states.free()
+    first = np.flatnonzero(extents.begins(free))
+    lengths = np.diff(first, append=free.size)
+    order = np.argsort(-lengths, kind="stable")
+    order = order[: int(np.searchsorted(np.cumsum(lengths[order]), src.size)) + 1]
+    dst = np.concatenate([NO_SLOTS, *(free[first[run] : first[run] + lengths[run]] for run in order)])[: src.size]
+    return src[: dst.size], dst
