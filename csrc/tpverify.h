@@ -1,7 +1,7 @@
 /* tpverify's C ABI (C99).
  *
- * libtpverify_host.so holds the tree functions and needs neither CUDA nor torch, libtpverify_cuda.so the kernels. Every
- * library exports tpv_abi_version and tpv_last_error for itself.
+ * libtpverify_host.so holds the tree functions and a CPU's layers and needs neither CUDA nor torch, libtpverify_cuda.so
+ * the kernels. Every library exports tpv_abi_version and tpv_last_error for itself.
  *
  * Calling convention: one parameter struct a call, its first field struct_size = sizeof the struct as the caller
  * compiled it. The caller owns all memory; arrays are dense and row-major. A call returns TPV_OK or another status and
@@ -132,6 +132,73 @@ typedef struct tpv_attention_params {
 } tpv_attention_params;
 
 TPV_API tpv_status tpv_attention(const tpv_attention_params* params);
+
+/* ---- Dense layers on the CPU ------------------------------------------------------------------------------------- */
+
+/* In float32, on the calling thread. A row's bits are a function of that row and of the weights alone: not of the rows
+ * beside it, of how many there are, or of where they lie. No y may overlap anything that is read. */
+
+#define TPV_PANEL 16
+
+/* y[head] = x[head] @ weight[head] + add[head]: every element one chain of sums over the inputs in their order. */
+typedef struct tpv_linear_params {
+    uint64_t struct_size;
+    int64_t rows;     /* 0 or more */
+    int32_t inputs;
+    int32_t outputs;
+    int32_t heads;    /* products of one shape, 1 or more */
+    int32_t reserved; /* 0 */
+    int64_t x_stride_row, x_stride_head, y_stride_row, y_stride_head; /* in floats */
+    const float* x;      /* [heads, rows, inputs] */
+    const float* weight; /* [heads, ceil(outputs / TPV_PANEL), inputs, TPV_PANEL]: columns side by side in panels */
+    const float* add;    /* as y, or NULL */
+    float* y;            /* out [heads, rows, outputs] */
+} tpv_linear_params;
+
+TPV_API tpv_status tpv_linear(const tpv_linear_params* params);
+
+/* y = weight * x / sqrt(mean(x^2) + eps), the mean over a row. */
+typedef struct tpv_rms_norm_params {
+    uint64_t struct_size;
+    int64_t rows; /* 0 or more */
+    int32_t columns;
+    float eps;
+    int64_t x_stride_row, y_stride_row; /* in floats */
+    const float* x;      /* [rows, columns] */
+    const float* weight; /* [columns] */
+    float* y;            /* out [rows, columns] */
+} tpv_rms_norm_params;
+
+TPV_API tpv_status tpv_rms_norm(const tpv_rms_norm_params* params);
+
+/* Pairs (a, b) of a row's head are rotated to (a cos - b sin, b cos + a sin) and written as halves: all a, then all b. */
+typedef struct tpv_rope_params {
+    uint64_t struct_size;
+    int64_t rows;        /* 0 or more */
+    int32_t heads;
+    int32_t dim;         /* even */
+    int32_t interleaved; /* 1: pairs lie side by side in x; 0: in halves */
+    int32_t reserved;    /* 0 */
+    int64_t x_stride_row, x_stride_head, y_stride_row, y_stride_head; /* in floats */
+    const float* x;   /* [rows, heads, dim] */
+    const float* cos; /* [rows, dim / 2] */
+    const float* sin; /* [rows, dim / 2] */
+    float* y;         /* out [rows, heads, dim] */
+} tpv_rope_params;
+
+TPV_API tpv_status tpv_rope(const tpv_rope_params* params);
+
+/* y = silu(gate) * up, silu(g) = g / (1 + exp(-g)). */
+typedef struct tpv_silu_mul_params {
+    uint64_t struct_size;
+    int64_t rows;     /* 0 or more */
+    int32_t columns;
+    int32_t reserved; /* 0 */
+    const float* x;   /* [rows, 2, columns]: gate, then up */
+    float* y;         /* out [rows, columns] */
+} tpv_silu_mul_params;
+
+TPV_API tpv_status tpv_silu_mul(const tpv_silu_mul_params* params);
 
 /* ---- Verify attention (libtpverify_cuda.so) ---------------------------------------------------------------------- */
 

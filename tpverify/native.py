@@ -1,7 +1,7 @@
-"""Finds and loads the native host library, and mirrors the structs of csrc/tpverify.h.
+"""Finds and loads the native libraries, and mirrors the host library's structs of csrc/tpverify.h.
 
-The library is optional: without it the Python twins of the tree functions run, with the same results. Two environment
-variables, read at the first use:
+The host library is optional: without it the Python twins of the tree functions run, with the same results, and the
+products of torch in place of the CPU's layers. Two environment variables, read at the first use:
 
 TPVERIFY_NATIVE   0: never load it, the twins run. 1: it must be there, else ArgumentError. Unset: used if found.
 TPVERIFY_LIB_DIR  the folder to search in place of the installed package.
@@ -11,7 +11,7 @@ import ctypes
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from tpverify.errors import ArgumentError
 
 ABI_VERSION = 1
 HOST_LIBRARY = "libtpverify_host.so"
+PANEL = 16  # TPV_PANEL
 
-_i32, _i64, _u64, _f64, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
+_i32, _i64, _u64, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
+_f32, _f64 = ctypes.c_float, ctypes.c_double
 
 
 class DdtreeParams(ctypes.Structure):
@@ -62,11 +64,44 @@ class AttentionParams(ctypes.Structure):
     ]  # fmt: skip
 
 
-FUNCTIONS = {
+class LinearParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("rows", _i64), ("inputs", _i32), ("outputs", _i32), ("heads", _i32), ("reserved", _i32),
+        ("x_stride_row", _i64), ("x_stride_head", _i64), ("y_stride_row", _i64), ("y_stride_head", _i64), ("x", _ptr),
+        ("weight", _ptr), ("add", _ptr), ("y", _ptr),
+    ]  # fmt: skip
+
+
+class RmsNormParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("rows", _i64), ("columns", _i32), ("eps", _f32), ("x_stride_row", _i64),
+        ("y_stride_row", _i64), ("x", _ptr), ("weight", _ptr), ("y", _ptr),
+    ]  # fmt: skip
+
+
+class RopeParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("rows", _i64), ("heads", _i32), ("dim", _i32), ("interleaved", _i32),
+        ("reserved", _i32), ("x_stride_row", _i64), ("x_stride_head", _i64), ("y_stride_row", _i64),
+        ("y_stride_head", _i64), ("x", _ptr), ("cos", _ptr), ("sin", _ptr), ("y", _ptr),
+    ]  # fmt: skip
+
+
+class SiluMulParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("rows", _i64), ("columns", _i32), ("reserved", _i32), ("x", _ptr), ("y", _ptr),
+    ]  # fmt: skip
+
+
+FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tpv_build_ddtree": DdtreeParams,
     "tpv_accept_greedy": AcceptGreedyParams,
     "tpv_accept_sampled": AcceptSampledParams,
     "tpv_attention": AttentionParams,
+    "tpv_linear": LinearParams,
+    "tpv_rms_norm": RmsNormParams,
+    "tpv_rope": RopeParams,
+    "tpv_silu_mul": SiluMulParams,
 }
 
 
@@ -94,36 +129,41 @@ def build_info() -> dict[str, Any]:
     return json.loads(path.read_text()) if path else {}
 
 
-@functools.cache
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    setting = os.environ.get("TPVERIFY_NATIVE")
-    if setting not in (None, "0", "1"):
-        raise ArgumentError("TPVERIFY_NATIVE", "0 or 1", repr(setting))
-    if setting == "0":
-        return None, "switched off by TPVERIFY_NATIVE=0"
-    library, status = _open()
-    if library is None and setting == "1":
-        raise ArgumentError("TPVERIFY_NATIVE", "0 where there is no native host library", f"1: {status}")
-    return library, status
+def load(name: str, functions: Mapping[str, type[ctypes.Structure]]) -> ctypes.CDLL | str:
+    """The library `name` with its functions, given by the struct that each takes, or why there is none.
 
-
-def _open() -> tuple[ctypes.CDLL | None, str]:
-    path = find(HOST_LIBRARY)
+    Raises ArgumentError for a library of another ABI.
+    """
+    path = find(name)
     if path is None:
-        return None, build_info().get("host_reason") or f"no {HOST_LIBRARY} in {', '.join(library_dirs())}"
+        part = name.removeprefix("libtpverify_").removesuffix(".so")
+        return build_info().get(f"{part}_reason") or f"no {name} in {', '.join(library_dirs())}"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        return None, f"{path} does not load: {error}"
+        return f"{path} does not load: {error}"
     library.tpv_abi_version.restype = _i32
     library.tpv_last_error.restype = ctypes.c_char_p
     version = library.tpv_abi_version()
     if version != ABI_VERSION:
         raise ArgumentError(str(path), f"ABI version {ABI_VERSION}", f"{version}: install again")
-    for name, params in FUNCTIONS.items():
-        function = getattr(library, name)
+    for symbol, params in functions.items():
+        function = getattr(library, symbol)
         function.argtypes, function.restype = [ctypes.POINTER(params)], ctypes.c_int
-    return library, f"loaded from {path}"
+    return library
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    setting = os.environ.get("TPVERIFY_NATIVE")
+    if setting not in (None, "0", "1"):
+        raise ArgumentError("TPVERIFY_NATIVE", "0 or 1", repr(setting))
+    if setting == "0":
+        return "switched off by TPVERIFY_NATIVE=0"
+    found = load(HOST_LIBRARY, FUNCTIONS)
+    if isinstance(found, str) and setting == "1":
+        raise ArgumentError("TPVERIFY_NATIVE", "0 where there is no native host library", f"1: {found}")
+    return found
 
 
 def host() -> ctypes.CDLL | None:
@@ -131,12 +171,14 @@ def host() -> ctypes.CDLL | None:
 
     Raises ArgumentError for a TPVERIFY_NATIVE that is neither 0 nor 1, or 1 without a library; for one of another ABI.
     """
-    return _load()[0]
+    found = _load()
+    return None if isinstance(found, str) else found
 
 
 def host_status() -> str:
     """One line: where the host library was loaded from, or why there is none."""
-    return _load()[1]
+    found = _load()
+    return found if isinstance(found, str) else f"loaded from {found._name}"
 
 
 def check(library: ctypes.CDLL, status: int) -> None:

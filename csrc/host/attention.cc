@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "error.h"
+#include "isa.h"
 
 #include <algorithm>
 #include <system_error>
@@ -13,19 +14,13 @@ namespace {
 constexpr int64_t SCORES = 8 << 20;  // scores that a thread holds at a time
 constexpr int64_t BLOCK = 12;        // rows of every block but the last are a multiple of the tiles' rows
 
-tpv::Attend* best_attend() {
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return tpv::avx2::attend;
-#endif
-    return tpv::base::attend;
-}
-
 tpv_status check(const tpv_attention_params& p) {
     if (p.nodes < 1 || p.nodes > TPV_MAX_NODES)
         return tpv::fail(TPV_INVALID_ARGUMENT, "nodes: expected 1..%d, got %d", TPV_MAX_NODES, p.nodes);
-    if (p.heads < 1 || p.threads < 1 || p.prefix < 0 || p.slots < 1)
-        return tpv::fail(TPV_INVALID_ARGUMENT, "heads, threads, slots: expected 1 or more, got %d, %d, %lld", p.heads, p.threads,
-                         static_cast<long long>(p.slots));
+    if (tpv_status status = tpv::check_at_least(
+            {{"heads", p.heads, 1}, {"threads", p.threads, 1}, {"prefix", p.prefix, 0}, {"slots", p.slots, 1}});
+        status != TPV_OK)
+        return status;
     if (p.rank < 16 || p.rank % 16 != 0 || p.row_dim < p.rank || p.row_dim % 8 != 0 || p.pool_stride < p.row_dim)
         return tpv::fail(TPV_INVALID_ARGUMENT,
                          "rank, row_dim, pool_stride: expected multiples of 16 and 8 in rising order, got %d, %d, %lld", p.rank,
@@ -75,7 +70,7 @@ public:
     }
 
     void run() {
-        static tpv::Attend* const attend = best_attend();
+        tpv::Attend* const attend = TPV_BEST(attend);
         rows_.scores = scores_.data();
         rows_.partial = partial_.data();
         for (int64_t row = first_; row < last_; row += block_) {

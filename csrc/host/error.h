@@ -44,4 +44,17 @@ inline tpv_status check_pointers(std::initializer_list<Pointer> pointers) {
     return TPV_OK;
 }
 
+struct Number {
+    const char* name;
+    int64_t value, lowest;
+};
+
+inline tpv_status check_at_least(std::initializer_list<Number> numbers) {
+    for (const Number& n : numbers)
+        if (n.value < n.lowest)
+            return fail(TPV_INVALID_ARGUMENT, "%s: expected %lld or more, got %lld", n.name, static_cast<long long>(n.lowest),
+                        static_cast<long long>(n.value));
+    return TPV_OK;
+}
+
 }  // namespace tpv

@@ -1,10 +1,10 @@
 """The decoder against transformers' DeepseekV3ForCausalLM, which loads the same directory and shares no code with
 it."""
 
-import functools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ class Cached:
 
     def __init__(self, config: ModelConfig, tensors: dict[str, torch.Tensor], tp: int = 1) -> None:
         meeting = Meeting(tp)
-        groups = [TensorParallel(r, tp, functools.partial(meeting.allgather, r) if tp > 1 else None) for r in range(tp)]
+        groups = [TensorParallel(r, tp, meeting.of(r)) for r in range(tp)]
         self.ranks = [Decoder(config, tensors, group) for group in groups]
         self.config, self.length = config, 0
         row_dim = config.kv_lora_rank + config.qk_rope_head_dim
@@ -52,18 +52,34 @@ class Cached:
 
 
 class Meeting:
-    """All-gather among threads."""
+    """The collectives of threads, one a rank."""
 
     def __init__(self, size: int) -> None:
         self.barrier, self.parts = threading.Barrier(size), [None] * size
 
-    def allgather(self, rank: int, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        assert len(x) == rows[rank]
-        self.parts[rank] = x
-        self.barrier.wait(60)
-        everything = torch.cat(self.parts)
-        self.barrier.wait(60)
-        return everything
+    def of(self, rank: int) -> "Member":
+        return Member(self, rank)
+
+
+@dataclass
+class Member:
+    meeting: Meeting
+    rank: int
+
+    def allgather(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        assert len(x) == rows[self.rank]
+        return torch.cat(self._all(x))
+
+    def alltoall(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        assert len(x) == sum(rows)
+        return torch.stack(self._all(x), dim=1).split(list(rows))[self.rank]
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.meeting.parts[self.rank] = x
+        self.meeting.barrier.wait(60)
+        parts = list(self.meeting.parts)
+        self.meeting.barrier.wait(60)
+        return parts
 
 
 def run_ranks(ranks, pools, tokens, positions, slots, plan, scale) -> torch.Tensor:
@@ -175,7 +191,7 @@ def test_other_shapes_of_the_architecture_match_transformers(q_lora_rank, interl
 
 def test_tp_must_divide_the_heads(tiny):
     with pytest.raises(ArgumentError, match="^tp: expected a divisor of the 8 heads, got 3"):
-        Decoder(*tiny, TensorParallel(0, 3, Meeting(3).allgather))
+        Decoder(*tiny, TensorParallel(0, 3, Meeting(3).of(0)))
 
 
 def test_what_is_saved_is_what_is_loaded(tiny, tmp_path):

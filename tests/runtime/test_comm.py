@@ -52,6 +52,16 @@ def test_allgather_of_unequal_shares(tmp_path: Path, counts: list[int]) -> None:
     assert all(torch.equal(out, expected) for out in on_ranks(tmp_path / "meet", len(counts), body))
 
 
+@pytest.mark.parametrize("counts", [[2], [1, 1], [3, 0, 2, 1, 4], [0, 0, 5]])
+def test_alltoall_of_unequal_shares(tmp_path: Path, counts: list[int]) -> None:
+    def body(comm: SocketComm) -> object:
+        return [comm.alltoall(rows(comm.rank, torch.float32, sum(counts)), counts) for _ in range(3)][-1]
+
+    everything = torch.stack([rows(rank, torch.float32, sum(counts)) for rank in range(len(counts))], dim=1)
+    outs = on_ranks(tmp_path / "meet", len(counts), body)
+    assert all(torch.equal(out, own) for out, own in zip(outs, everything.split(counts), strict=True))
+
+
 def test_more_than_a_socket_holds(tmp_path: Path) -> None:
     big = torch.randn(400_000, 3)
 

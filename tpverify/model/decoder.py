@@ -1,6 +1,6 @@
 """The target model on one rank: a shard of the attention heads for all rows, everything else for a share of the rows.
 
-CPU ranks compute in float32 from the stored weights, and every product keeps rows independent (ops/gemm.py), so hidden
+CPU ranks compute in float32 from the stored weights, and every layer keeps rows independent (ops/dense.py), so hidden
 states are the same bits for every tp, batch, chunking and tree that a token can come in.
 """
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import ModelConfig
-from tpverify.model.mla import Angles, MlaAttention, Rope, rms_norm
+from tpverify.model.mla import Angles, MlaAttention, Rope
 from tpverify.model.parallel import TensorParallel
-from tpverify.ops import gemm
+from tpverify.ops import dense
 
 LayerAttend = Callable[[int, Tensor, Tensor], Tensor]  # layer, the layer's new cache rows, absorbed q -> out
 
@@ -37,26 +37,25 @@ class Decoder:
             for layer in range(config.num_hidden_layers)
         ]
         self.norm = tensors["model.norm.weight"].float()
-        self.head = self.embed if config.tie_word_embeddings else tensors["lm_head.weight"].float()
+        self.head = dense.Linear(self.embed if config.tie_word_embeddings else tensors["lm_head.weight"].float())
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: LayerAttend, layers: Sequence[int]) -> Tensor:
         """tokens, positions int64 [n] -> [n, (len(layers) + 1) hidden]: the residual stream after each of `layers`,
         counted from 1, and then the normed hidden states that the head reads."""
         n = len(tokens)
         own = self.group.own(n)
-        # Whole blocks of rows all the way: an elementwise or reducing kernel then never meets a ragged end.
-        x = F.embedding(gemm.pad_rows(tokens[own]), self.embed)
-        own_angles, angles = self.rope.angles(gemm.pad_rows(positions[own])), self.rope.angles(positions)
+        x = F.embedding(tokens[own], self.embed)
+        own_angles, angles = self.rope.angles(positions[own]), self.rope.angles(positions)
         streams = []
         for index, layer in enumerate(self.layers):
             x = layer(x, own_angles, angles, functools.partial(attend, index), self.group)
             streams.append(x)
-        wanted = [streams[layer - 1] for layer in layers] + [rms_norm(x, self.norm, self.config.rms_norm_eps)]
-        return self.group.all_rows(torch.cat(wanted, dim=1)[: own.stop - own.start], n)
+        wanted = [streams[layer - 1] for layer in layers] + [dense.rms_norm(x, self.norm, self.config.rms_norm_eps)]
+        return self.group.all_rows(torch.cat(wanted, dim=1), n)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [n, hidden] -> logits [n, vocab]."""
-        return gemm.linear(hidden, self.head)
+        return self.head(hidden)
 
 
 class DecoderLayer:
@@ -67,8 +66,8 @@ class DecoderLayer:
         self.attention = MlaAttention(config, _below("self_attn.", weights), rope, first_head, heads)
         self.input_norm = weights["input_layernorm.weight"]
         self.post_attention_norm = weights["post_attention_layernorm.weight"]
-        self.gate_up = gemm.by_input(torch.cat([weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"]]))
-        self.down = gemm.by_input(weights["mlp.down_proj.weight"])
+        self.gate_up = dense.Linear(torch.cat([weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"]]))
+        self.down = dense.Linear(weights["mlp.down_proj.weight"])
 
     def __call__(
         self,
@@ -78,18 +77,20 @@ class DecoderLayer:
         attend: Callable[[Tensor, Tensor], Tensor],
         group: TensorParallel,
     ) -> Tensor:
-        """x [padded own rows, hidden] -> the same; attend takes all rows' new cache rows and absorbed queries."""
-        n = len(angles[0])
-        own = group.own(n)
-        normed = rms_norm(x, self.input_norm, self.eps)
-        rows = torch.cat([normed, *self.attention.latents(normed, own_angles)], dim=1)
-        normed, latents = group.all_rows(rows[: own.stop - own.start], n).tensor_split([x.shape[1]], dim=1)
+        """x [own rows, hidden] -> the same; attend takes all rows' new cache rows and absorbed queries."""
+        config = self.attention.config
+        parts = [config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim]
+        own = x.new_empty(len(x), sum(parts))
+        own_normed, own_latents = own.split(parts, dim=1)
+        dense.rms_norm(x, self.input_norm, self.eps, own_normed)
+        self.attention.latents(own_normed, own_angles, own_latents)
+        normed, latents = group.all_rows(own, len(angles[0])).split(parts, dim=1)
 
         out = attend(latents, self.attention.queries(normed, angles))
-        values = group.all_heads(self.attention.values(out))[own].flatten(1)
-        x = x + gemm.linear(gemm.pad_rows(values), self.attention.o_proj)
-        gate, up = gemm.linear(rms_norm(x, self.post_attention_norm, self.eps), self.gate_up).chunk(2, dim=1)
-        return x + gemm.linear(F.silu(gate) * up, self.down)
+        values = group.own_rows(self.attention.values(out)).flatten(1)
+        x = self.attention.o_proj(values, add=x)
+        gate_up = self.gate_up(dense.rms_norm(x, self.post_attention_norm, self.eps))
+        return self.down(dense.silu_mul(gate_up), add=x)
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,19 +3,28 @@
 A row's bits do not depend on the rows beside it, nor a head's on the heads beside it, so sharing changes no bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
-AllGather = Callable[[Tensor, Sequence[int]], Tensor]  # x [rows[rank], ...], rows -> [sum(rows), ...] in rank order
+
+class Collectives(Protocol):
+    """What the ranks of a group call together, each with the same `rows`: how many every rank has."""
+
+    def allgather(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """Own rows [rows[rank], ...] -> all rows [sum(rows), ...]."""
+
+    def alltoall(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """Own part of all rows [sum(rows), ...] -> every rank's part of own rows [rows[rank], size, ...]."""
 
 
 class TensorParallel:
     """Rank `rank` of `size`. Of n rows it has a consecutive n / size, rounded down or up."""
 
-    def __init__(self, rank: int = 0, size: int = 1, allgather: AllGather | None = None) -> None:
-        assert size == 1 or allgather is not None
-        self.rank, self.size, self._allgather = rank, size, allgather
+    def __init__(self, rank: int = 0, size: int = 1, comm: Collectives | None = None) -> None:
+        assert size == 1 or comm is not None
+        self.rank, self.size, self._comm = rank, size, comm if size > 1 else None
 
     def own(self, n: int) -> slice:
         """This rank's rows of n."""
@@ -23,13 +32,11 @@ class TensorParallel:
 
     def all_rows(self, x: Tensor, n: int) -> Tensor:
         """Own rows [own, ...] -> all rows [n, ...]."""
-        if self._allgather is None:
-            return x
-        return self._allgather(x, [n * (rank + 1) // self.size - n * rank // self.size for rank in range(self.size)])
+        return x if self._comm is None else self._comm.allgather(x, self._rows(n))
 
-    def all_heads(self, x: Tensor) -> Tensor:
-        """Own heads [n, local heads, v] -> all heads [n, heads, v]."""
-        if self._allgather is None:
-            return x
-        parts = self._allgather(x, [len(x)] * self.size).unflatten(0, (self.size, -1))
-        return parts.transpose(0, 1).flatten(1, 2)
+    def own_rows(self, x: Tensor) -> Tensor:
+        """All rows of own heads [n, local heads, v] -> own rows of all heads [own, heads, v]."""
+        return x if self._comm is None else self._comm.alltoall(x, self._rows(len(x))).flatten(1, 2)
+
+    def _rows(self, n: int) -> list[int]:
+        return [n * (rank + 1) // self.size - n * rank // self.size for rank in range(self.size)]

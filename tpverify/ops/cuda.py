@@ -78,22 +78,10 @@ FUNCTIONS: dict[str, type[ctypes.Structure]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The library, loaded once, or why there is none. Raises RuntimeError for one of another ABI."""
-    path = native.find(CUDA_LIBRARY)
-    if path is None:
-        return native.build_info().get("cuda_reason") or f"no {CUDA_LIBRARY} in {', '.join(native.library_dirs())}"
-    try:
-        found = ctypes.CDLL(str(path))
-    except OSError as error:
-        return f"{path} does not load: {error}"
-    found.tpv_abi_version.restype = _i32
-    found.tpv_last_error.restype = found.tpv_cuda_archs.restype = ctypes.c_char_p
-    version = found.tpv_abi_version()
-    if version != native.ABI_VERSION:
-        raise RuntimeError(f"{path} has ABI version {version}, this package needs {native.ABI_VERSION}: install again")
-    for name, params in FUNCTIONS.items():
-        function = getattr(found, name)
-        function.argtypes, function.restype = [ctypes.POINTER(params)], ctypes.c_int
+    """The library, loaded once, or why there is none. Raises ArgumentError for one of another ABI."""
+    found = native.load(CUDA_LIBRARY, FUNCTIONS)
+    if not isinstance(found, str):
+        found.tpv_cuda_archs.restype = ctypes.c_char_p
     return found
 
 

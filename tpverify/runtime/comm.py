@@ -1,5 +1,6 @@
 """Collectives between the ranks of one group: by sockets between CPUs, by NCCL between GPUs."""
 
+import itertools
 import socket
 import struct
 import time
@@ -70,18 +71,38 @@ class SocketComm:
         if self.size == 1:
             return x
         out = x.new_empty(sum(rows), *x.shape[1:])
+        frame = frame_of(out)
         if self.rank != 0:
             if len(x):  # rank 0 waits for nothing else, and may be through, and gone, before a rank without rows
                 self._peers[0].sendall(frame_of(x))
+            _receive(self._peers[0], frame)
+            return out
+        out[: len(x)] = x
+        for peer, part in zip(self._peers, _split(frame, rows)[1:], strict=True):
+            _receive(peer, part)
+        for peer in self._peers:
+            peer.sendall(frame)
+        return out
+
+    def alltoall(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """Of every rank's x [sum(rows), ...] this rank's rows, side by side: [rows[rank], size, ...]."""
+        assert len(rows) == self.size and x.shape[0] == sum(rows)
+        if self.size == 1:
+            return x.unsqueeze(1)
+        if self.rank != 0:
+            self._peers[0].sendall(frame_of(x))
+            out = x.new_empty(rows[self.rank], self.size, *x.shape[1:])
             _receive(self._peers[0], frame_of(out))
             return out
-        own, *others = out.split(list(rows))
-        own.copy_(x)
-        for peer, part in zip(self._peers, others, strict=True):
-            _receive(peer, frame_of(part))
-        for peer in self._peers:
-            peer.sendall(frame_of(out))
-        return out
+        parts = x.new_empty(self.size, *x.shape)
+        parts[0] = x
+        for peer, part in zip(self._peers, _split(frame_of(parts), [1] * self.size)[1:], strict=True):
+            _receive(peer, part)
+        by_row = parts.transpose(0, 1).contiguous()
+        for peer, part in zip(self._peers, _split(frame_of(by_row), rows)[1:], strict=True):
+            if len(part):
+                peer.sendall(part)
+        return by_row[: rows[0]]
 
     def wait(self) -> None:
         pass
@@ -174,6 +195,13 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
             if time.monotonic() > end:
                 raise TimeoutError(f"rank 0 did not come to {path} within {timeout_s:g} s") from None
             time.sleep(RETRY_S)
+
+
+def _split(frame: memoryview, rows: Sequence[int]) -> list[memoryview]:
+    """The frame of sum(rows) rows, cut into parts of rows[0], rows[1], ... rows."""
+    each = len(frame) // max(sum(rows), 1)
+    ends = list(itertools.accumulate(rows))
+    return [frame[each * (end - count) : each * end] for count, end in zip(rows, ends, strict=True)]
 
 
 def _receive(peer: socket.socket, buffer: memoryview) -> None:

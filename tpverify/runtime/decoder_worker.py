@@ -51,7 +51,7 @@ class DecoderWorker:
         torch.set_grad_enabled(False)
         config, tensors = load_checkpoint(shape.checkpoint)
         self.comm, self.config = comm, config
-        group = TensorParallel(comm.rank, comm.size, comm.allgather if comm.size > 1 else None)
+        group = TensorParallel(comm.rank, comm.size, comm)
         self.decoder = Decoder(config, tensors, group)
         self.local_heads = config.num_attention_heads // comm.size
         geometry = MlaGeometry(self.local_heads, config.kv_lora_rank, config.qk_rope_head_dim)

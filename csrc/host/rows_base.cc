@@ -1,2 +1,3 @@
 #define TPV_ISA base
 #include "attention_rows.h"
+#include "dense_rows.h"
