@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench/results"
 MARKERS = "<!-- measured: {} -->", "<!-- end -->"
 QUOTED = re.compile(r"<!-- measured: ([\w-]+) -->\n(.*?)<!-- end -->", re.S)
+OF_RANKS = re.compile(r"-x\d+$")  # the names of files of several GPUs, which are suite_ranks.py's
 LARGEST_ERROR = 4e-3  # relative, against float64: twice what plain bf16 rounding makes of these shapes
 SECTIONS = {
     "gpu": dict, "toolkit": str, "cubins": dict, "sources": dict, "tests": dict, "sass": dict, "peers": dict,
@@ -41,10 +42,10 @@ def seal(found: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def write(found: dict[str, Any], folder: Path) -> Path:
-    """Add the seal and write <folder>/<gpu>.json."""
+def write(found: dict[str, Any], folder: Path, suffix: str = "") -> Path:
+    """Add the seal and write <folder>/<gpu><suffix>.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{slug(found['gpu']['name'])}.json"
+    path = folder / f"{slug(found['gpu']['name'])}{suffix}.json"
     path.write_text(json.dumps(found | {"seal": seal(found)}, indent=1, sort_keys=True) + "\n")
     return path
 
@@ -84,6 +85,14 @@ def problems(
         return wrong
     if found.get("seal") != seal(found):
         wrong.append("the seal is broken: the file was changed after the suite wrote it")
+    return wrong + stale(found, toolkit, built, now) + not_passed(found["tests"], tests) + row_problems(found["rows"])
+
+
+def stale(
+    found: dict[str, Any], toolkit: str | None, built: dict[str, dict[str, str]], now: dict[str, str]
+) -> list[str]:
+    """What has changed since it ran."""
+    wrong = []
     if toolkit == found["toolkit"]:
         for arch in sorted(set(built) | set(found["cubins"])):
             ran, have = found["cubins"].get(arch, {}), built.get(arch, {})
@@ -93,10 +102,15 @@ def problems(
         wrong.append(f"stale: csrc has changed (no nvcc {found['toolkit']} here to compare the machine code)")
     if found["sources"].get("tpverify/ops") != now["tpverify/ops"]:
         wrong.append("stale: tpverify/ops has changed")
-    wrong += [f"{name} {outcome}" for name, outcome in found["tests"].items() if outcome != "passed"]
-    ran_tests = {re.split(r"::|\[", name)[1] for name in found["tests"]}
-    wrong += [f"{name} was not run" for name in sorted(tests - ran_tests)]
-    return wrong + row_problems(found["rows"])
+    return wrong
+
+
+def not_passed(outcomes: dict[str, str], tests: set[str]) -> list[str]:
+    """outcomes by test; tests: the functions that have to be among them."""
+    ran = {re.split(r"::|\[", name)[1] for name in outcomes}
+    return [f"{name} {outcome}" for name, outcome in outcomes.items() if outcome != "passed"] + [
+        f"{name} was not run" for name in sorted(tests - ran)
+    ]
 
 
 def row_problems(rows: list[dict[str, Any]]) -> list[str]:
@@ -151,8 +165,9 @@ def requote(text: str, evidence: dict[str, dict[str, Any]]) -> str:
 
 
 def load() -> dict[str, dict[str, Any]]:
-    """All evidence files by name. Raises JSONDecodeError."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    """The files of one GPU by name. Raises JSONDecodeError."""
+    files = (path for path in sorted(RESULTS.glob("*.json")) if not OF_RANKS.search(path.stem))
+    return {path.stem: json.loads(path.read_text()) for path in files}
 
 
 def main() -> int:

@@ -3,7 +3,8 @@
     python bench/suite.py [--results FOLDER]
 
 Needs a GPU, nvcc and nvdisasm. Everything runs with one fresh build, whose machine code is hashed into the file. Writes
-FOLDER/<gpu>.json, bench/results by default, whatever the outcome; the exit code is 0 if the evidence holds.
+FOLDER/<gpu>.json, bench/results by default, whatever the outcome; the exit code is 0 if the evidence holds. Where there
+are two GPUs or more, suite_ranks.py then does the same for ranks, in a file of their own.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any
 
 import cubins
 import evidence
+import torch
 
 DEADLINE_S = 1800
 
@@ -48,6 +50,12 @@ def run_bench(environment: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+def environment_of(library_folder: Path) -> dict[str, str]:
+    """Of processes that run this checkout with the library in this folder."""
+    paths = [str(evidence.ROOT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"TPVERIFY_LIB_DIR": str(library_folder), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=evidence.RESULTS, metavar="FOLDER")
@@ -55,8 +63,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         library = cubins.build_library(folder)
-        paths = [str(evidence.ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"TPVERIFY_LIB_DIR": name, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment = environment_of(folder)
         toolkit, hashes = str(cubins.toolkit()), cubins.hashes(library)
         found = {
             "toolkit": toolkit,
@@ -66,10 +73,15 @@ def main() -> int:
             "tests": run_tests(environment, folder),
             **run_bench(environment),
         }
-    print(evidence.write(found, args.results))
-    found["seal"] = evidence.seal(found)
-    wrong = evidence.problems(found, toolkit, hashes, evidence.sources(), evidence.gpu_tests())
-    print(*wrong, evidence.quote(found), sep="\n")
+        print(evidence.write(found, args.results))
+        found["seal"] = evidence.seal(found)
+        wrong = evidence.problems(found, toolkit, hashes, evidence.sources(), evidence.gpu_tests())
+        print(evidence.quote(found))
+        if torch.cuda.device_count() > 1:
+            import suite_ranks
+
+            wrong += suite_ranks.collect(library, folder, args.results)
+    print(*wrong, sep="\n")
     return 1 if wrong else 0
 
 

@@ -1,0 +1,155 @@
+"""Evidence of ranks on several GPUs: their tests, the faults they were put through, and a step's stages.
+
+    python bench/suite_ranks.py [--results FOLDER] [--quote DOCUMENT ...]
+
+Needs two GPUs or more, and nvcc or TPVERIFY_LIB_DIR with the library of cubins.py. Writes FOLDER/<gpu>-x<GPUs>.json,
+bench/results by default, whatever the outcome; the exit code is 0 if the evidence holds. --quote runs nothing: it
+rewrites the tables between RANKS_MARKERS in these documents. bench/suite.py runs it where there are two GPUs.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import cubins
+import evidence
+import stage_table
+import torch
+from gpu_time import header
+from suite import DEADLINE_S, environment_of, outcomes
+
+RANKS_MARKERS = "<!-- ranks: {} -->", "<!-- end of ranks -->"
+QUOTED = re.compile(r"<!-- ranks: ([\w-]+) -->\n(.*?)<!-- end of ranks -->", re.S)
+TESTS = ("tests/multi_gpu", "tests/runtime/test_pynccl.py")
+SECTIONS = {"gpu": dict, "toolkit": str, "cubins": dict, "sources": dict, "tests": dict, "faults": list, "steps": dict}
+STEPS = 1000
+
+
+def run_tests(environment: dict[str, str], folder: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """{test: outcome} and the fault table."""
+    report = folder / "ranks.xml"
+    command = [sys.executable, "-m", "pytest", *TESTS, "-q", "-m", "gpu or multi_gpu", f"--junitxml={report}"]
+    subprocess.run(command, cwd=evidence.ROOT, env=environment, stdout=sys.stderr, timeout=DEADLINE_S)
+    return outcomes(report.read_text()), faults(report.read_text())
+
+
+def faults(report: str) -> list[dict[str, Any]]:
+    """Rows that tests left in a JUnit report: the fault, the error it ended with, and after how many seconds."""
+    properties = ElementTree.fromstring(report).iter("property")
+    return [json.loads(one.get("value", "")) for one in properties if one.get("name") == "fault"]
+
+
+def run_bench(environment: dict[str, str]) -> dict[str, Any]:
+    script = str(evidence.ROOT / "bench/bench_step.py")
+    command = [sys.executable, script, "--device", "cuda", "--steps", str(STEPS), "--json"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def needed_tests() -> set[str]:
+    """Names of the test functions that have to have run."""
+    texts = (path.read_text() for path in (evidence.ROOT / TESTS[0]).glob("test_*.py"))
+    return {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
+
+
+def problems(
+    found: dict[str, Any],
+    toolkit: str | None,
+    built: dict[str, dict[str, str]],
+    now: dict[str, str],
+    tests: set[str],
+) -> list[str]:
+    """Why the evidence does not hold for this checkout. Arguments as of evidence.problems."""
+    wrong = [f"{name} is missing or no {kind.__name__}" for name, kind in SECTIONS.items()
+             if not isinstance(found.get(name), kind)]  # fmt: skip
+    if wrong:
+        return wrong
+    if found.get("seal") != evidence.seal(found):
+        wrong.append("the seal is broken: the file was changed after the suite wrote it")
+    wrong += evidence.stale(found, toolkit, built, now) + evidence.not_passed(found["tests"], tests)
+    return wrong + ([] if found["faults"] else ["no fault was recorded"])
+
+
+def quote(found: dict[str, Any]) -> str:
+    """What documents say of the evidence, as Markdown: stages, then faults."""
+    gpu = found["gpu"]
+    lines = [
+        f"{gpu['count']} x {gpu['name']}, driver {gpu['driver_version']}, CUDA {found['toolkit']}, "
+        f"torch {gpu['torch']}; {gpu['collectives']}. {len(found['tests'])} tests passed.",
+        "",
+        *stage_table.table(found["steps"]["rows"]),
+    ]
+    for row in found["steps"]["rows"]:
+        if "gather" in row:
+            gather = row["gather"]
+            lines += [
+                "",
+                f"Of the last kind of step, {100 * row['other_share']:.1f} % is neither product, attention kernel nor "
+                f"gather. Its {gather['layers']} gathers of {gather['bytes_a_rank']} B a rank add "
+                f"{gather['in_step_us']:.0f} us; alone in a graph they take {gather['alone_us']:.0f} us.",
+            ]
+    lines += ["", "| fault | s | error |", "|---|---|---|"]
+    lines += [f"| {row['fault']} | {row['seconds']:.1f} | {row['error']} |" for row in found["faults"]]
+    return "\n".join(lines) + "\n"
+
+
+def requote(text: str, found: dict[str, dict[str, Any]]) -> str:
+    """The document with its quotes brought up to date."""
+    begin, end = RANKS_MARKERS
+    return QUOTED.sub(lambda match: f"{begin.format(match[1])}\n{quote(found[match[1]])}{end}", text)
+
+
+def load() -> dict[str, dict[str, Any]]:
+    """All files of several GPUs by name."""
+    files = sorted(evidence.RESULTS.glob("*.json"))
+    return {path.stem: json.loads(path.read_text()) for path in files if evidence.OF_RANKS.search(path.stem)}
+
+
+def collect(library: Path, folder: Path, results: Path) -> list[str]:
+    """Run everything with this library, write the file, and return what is wrong with it."""
+    environment = environment_of(library.parent)
+    toolkit, hashes = str(cubins.toolkit()), cubins.hashes(library)
+    tests, rows = run_tests(environment, folder)
+    steps = run_bench(environment)
+    gathering = next(row["collectives"] for row in steps["rows"] if "collectives" in row)
+    gpu = header() | {
+        "count": torch.cuda.device_count(),
+        "collectives": f"{gathering['backend']} by {', '.join(gathering.get('paths', []))}",
+    }
+    found = {
+        "gpu": gpu, "toolkit": toolkit, "cubins": hashes, "sources": evidence.sources(), "tests": tests, "faults": rows,
+        "steps": steps,
+    }  # fmt: skip
+    print(evidence.write(found, results, f"-x{gpu['count']}"))
+    found["seal"] = evidence.seal(found)
+    print(quote(found))
+    return problems(found, toolkit, hashes, evidence.sources(), needed_tests())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=evidence.RESULTS, metavar="FOLDER")
+    parser.add_argument("--quote", type=Path, nargs="+", metavar="DOCUMENT")
+    args = parser.parse_args()
+    if args.quote:
+        for document in args.quote:
+            document.write_text(requote(document.read_text(), load()))
+        return 0
+    given = os.environ.get("TPVERIFY_LIB_DIR")
+    with tempfile.TemporaryDirectory() as name:
+        library = Path(given) / "libtpverify_cuda.so" if given else cubins.build_library(Path(name))
+        wrong = collect(library, Path(name), args.results)
+    print(*wrong, sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
