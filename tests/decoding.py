@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tpverify.kv.log import KvLog, Replica
 from tpverify.runtime.generation import Generation, GenerationOptions, GenerationResult
 from tpverify.runtime.gpu_decoder_worker import GpuDecoderWorker
-from tpverify.runtime.messages import ContentDigest, Decode, HiddenDigest
+from tpverify.runtime.messages import ContentDigest, Decode, HiddenDigest, HiddenStates, Ping
 from tpverify.runtime.setup import EngineSetup
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -79,6 +80,8 @@ class Ranks:
 
         def answer(rank: int) -> Any:
             self.replicas[rank].apply(first, entries)
+            if isinstance(work, Ping):
+                return None
             return self.workers[rank].handle(work, [], self.replicas[rank])[0]
 
         return self._together(len(self.workers), answer)
@@ -97,6 +100,19 @@ class Ranks:
                 generation.take(answer, self.log)
                 generation.grow(answer)
         return [self._result(generation) for generation in generations]
+
+    def hidden_states(self, tokens: list[int]) -> np.ndarray:
+        """As Engine.hidden_states."""
+        (generation,) = self.setup.prepare({"tokens": tokens}, GenerationOptions(1, "autoregressive"))
+        generation.seq = self.log.open()
+        while generation.finish_reason is None:
+            decoded, *_ = self.step(Decode([generation.request(self.log)]))
+            generation.take(decoded.requests[0], self.log)
+        self.step(Ping())
+        work = HiddenStates(generation.seq, len(tokens))
+        _, (frame,) = self.workers[0].handle(work, [], self.replicas[0])
+        self.log.close(generation.seq)
+        return np.frombuffer(frame, np.float32).reshape(len(tokens), -1)
 
     def _result(self, generation: Generation) -> GenerationResult:
         count = len(generation.prompt) + len(generation.tokens) - 1

@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     def ranks(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--tp", type=_integer(1, 1024), default=8, metavar="N", help="ranks (8)")
         sub.add_argument("--device", type=_one_of(DEVICES), default="auto", help="auto, cpu or cuda (auto)")
+        sub.add_argument("--oversubscribe", action="store_true", help="let ranks share GPUs where these are too few")
 
     sub = command("generate", _generate, "continue a prompt, losslessly, with draft trees")
     source = sub.add_mutually_exclusive_group()
@@ -101,7 +102,6 @@ def parser() -> argparse.ArgumentParser:
 
     sub = command("parity", _parity, "check attention on many ranks against one rank and against float64")
     ranks(sub)
-    sub.add_argument("--oversubscribe", action="store_true", help="let ranks share GPUs where these are too few")
     sub.add_argument("--cases", type=_integer(1, 100_000), default=24, metavar="N", help="random cases (24)")
     sub.add_argument("--seed", type=_integer(0, 2**64 - 1), default=0, help="of the cases (0)")
 
@@ -117,8 +117,9 @@ def _no_command(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from tpverify.report.generation import STRATEGIES, decode
+    from tpverify.report.generation import STRATEGIES, decode, score_runs
     from tpverify.report.screen import Screen
+    from tpverify.report.tables import score_lines
     from tpverify.runtime.engine import Engine
     from tpverify.runtime.generation import GenerationOptions
     from tpverify.runtime.ranks import RankGroup
@@ -135,25 +136,30 @@ def _generate(args: argparse.Namespace) -> int:
 
     screen = Screen(args.json)
     with screen.working(f"starting {args.tp} ranks"):
-        group = RankGroup(args.tp, "cpu", START_DEADLINE_S)
+        group = RankGroup(args.tp, setup.device, START_DEADLINE_S, oversubscribe=args.oversubscribe)
     with group:
         if args.compare:
             return _compare(args, group, cases, options, screen)
         with Engine(args.model, args.tp, group=group) as engine:
             run = decode(engine, cases[0], args.strategy, options, screen)
+            scores = score_runs(engine, [run], args.seed) if group.device == "cuda" else []
     if args.json:
-        screen.json(_header(args) | _run_row(run))
+        screen.json(
+            _header(args) | _run_row(run) | {"device": group.device, "scores": _score_rows([run] * len(scores), scores)}
+        )
     else:
         lengths = run.result.accept_lengths
         tau = f"tau {sum(lengths) / len(lengths):.2f}, " if lengths else ""
         count = len(run.result.tokens)
         screen.print(f"{count} tokens in {len(lengths)} steps, {tau}{count / run.seconds:.1f} tokens/s")
-    return OK
+        screen.print(*score_lines([run] * len(scores), scores))
+    return OK if all(score.ok for score in scores) else FAILED
 
 
 def _compare(args: argparse.Namespace, group: Any, cases: list[Any], options: dict[str, Any], screen: Any) -> int:
-    from tpverify.report.generation import STRATEGIES, Comparison, compare, costs, divisors
+    from tpverify.report.generation import STRATEGIES, Comparison, compare, costs, divisors, score_runs
     from tpverify.report.tables import cost_table, length_table, proof_lines
+    from tpverify.runtime.engine import Engine
 
     ways = len(STRATEGIES) + len(divisors(args.tp)) - 1
     going = compare(group, args.model, args.tp, cases, options, screen)
@@ -162,12 +168,17 @@ def _compare(args: argparse.Namespace, group: Any, cases: list[Any], options: di
         for run in going:
             runs.append(run)
             screen.advance()
-    comparison = Comparison(args.tp, cases, runs)
+    scored, scores = [run for run in runs if run.tp == args.tp], []
+    if group.device == "cuda":
+        with Engine(args.model, args.tp, group=group) as engine, screen.working("scoring the tokens again in float32"):
+            scores = score_runs(engine, scored, args.seed)
+    comparison = Comparison(args.tp, cases, runs, scores)
     if args.json:
         proofs = {"strategies": comparison.strategy_differences(), "tp": comparison.tp_differences()}
         screen.json(
             _header(args)
             | {"runs": [_run_row(run) for run in runs], "equal": comparison.equal, "differences": proofs}
+            | {"device": group.device, "scores": _score_rows(scored[: len(scores)], scores)}
             | {"costs": {strategy: costs(comparison.of(strategy)) for strategy in STRATEGIES}}
         )
     else:
@@ -208,6 +219,13 @@ def _run_row(run: Any) -> dict[str, Any]:
         "prompt": run.case.prompt,
         **vars(run.result),
     }
+
+
+def _score_rows(runs: Sequence[Any], scores: Sequence[Any]) -> list[dict[str, Any]]:
+    return [
+        {"case": run.case.name, "strategy": run.strategy, "ok": score.ok, **vars(score)}
+        for run, score in zip(runs, scores, strict=True)
+    ]
 
 
 def _parity(args: argparse.Namespace) -> int:

@@ -61,7 +61,6 @@ BAD = {
     "generate --tp 3": r"--tp: expected a divisor of the model's 8 heads, got 3",
     "generate --tp 16": r"--tp: expected a divisor of the model's 8 heads, got 16",
     "generate --device tpu": r"--device: expected one of auto, cpu, cuda, got 'tpu'",
-    "generate --device cuda": r"--device: expected cpu or auto: the decoder computes on CPUs, got cuda",
     "generate --strategy beam": r"--strategy: expected one of ddtree, chain, autoregressive, got 'beam'",
     "generate --budget -1": rf"--budget: {INT} 0 to 1023, got '-1'",
     "generate --budget 1024": rf"--budget: {INT} 0 to 1023, got '1024'",

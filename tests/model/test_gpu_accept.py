@@ -1,6 +1,7 @@
 """Accept and ranking in torch operations, on the CPU, against the host's walk, draws and order."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -47,6 +48,12 @@ def agreeable(draw: np.random.Generator, trees: list[DraftTree], ties: bool) -> 
     return np.concatenate(rows)
 
 
+def host_choice(logits: np.ndarray, temperatures: np.ndarray, draws: np.ndarray, node: int) -> int:
+    if temperatures[node] == 0:
+        return int(logits[node].argmax())
+    return sample_token(softmax(logits[node], temperatures[node]), draws[node])
+
+
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.5])
 def test_walks_are_the_hosts(temperature: float, ties: bool) -> None:
@@ -74,12 +81,8 @@ def test_walks_are_the_hosts(temperature: float, ties: bool) -> None:
         found = paths(reached, padded(cells.astype(np.int64), batch * (DEPTH + 1)), batch, DEPTH + 1)
         assert (found[len(trees) :] == -1).all()
         for tree, begin, path in zip(trees, begins, found.numpy(), strict=False):
-
-            def target(node: int, begin: int = begin) -> int:
-                row, t = logits[begin + node], temperatures[begin + node]
-                return int(row.argmax()) if t == 0 else sample_token(softmax(row, t), draws[begin + node])
-
-            expected = accept_walk(tree, target)
+            given = [values[begin : begin + len(tree)] for values in (logits, temperatures, draws)]
+            expected = accept_walk(tree, partial(host_choice, *given))
             assert (path[path >= 0] - begin).tolist() == expected.path.tolist()
             assert int(choices[path.max()]) == expected.bonus
             longest = max(longest, len(expected.path))

@@ -15,12 +15,13 @@ from tpverify.errors import ArgumentError, ClusterError, RankFailure
 from tpverify.ops import cuda
 from tpverify.runtime import cluster
 from tpverify.runtime.coordinator import Coordinator
-from tpverify.runtime.device import Place, choose, for_attention, gpu_index
+from tpverify.runtime.device import Place, choose, for_attention, for_decoder, gpu_index
 from tpverify.runtime.engine import Engine
 from tpverify.runtime.ranks import RankGroup
 from tpverify.runtime.runtime import VerifyRuntime
 
 HEADS = MlaGeometry(64)
+WIDTHS = "kv_lora_rank 512 and qk_rope_head_dim 64"
 
 
 @pytest.fixture
@@ -150,9 +151,40 @@ def test_float32_on_gpus_is_refused_before_ranks_start(kernels: None, no_start: 
         VerifyRuntime(RuntimeConfig(device="cuda", dtype="float32"))
 
 
-def test_the_decoder_on_gpus_is_refused_before_ranks_start(no_start: None) -> None:
-    with pytest.raises(ArgumentError, match="^device: expected cpu or auto: the decoder computes on CPUs, got cuda$"):
+@pytest.mark.parametrize(
+    ("geometry", "tp", "argument", "text"),
+    [
+        (MlaGeometry(8, 256), 1, "model", f"{WIDTHS} on device 'cuda', got (256, 64)"),
+        (MlaGeometry(8, 512, 32), 1, "model", f"{WIDTHS} on device 'cuda', got (512, 32)"),
+        (MlaGeometry(12), 3, "tp", "a divisor of 4 shards of heads on device 'cuda', got 3"),
+        (MlaGeometry(512), 2, "tp", "at most 128 heads a rank on device 'cuda', got 256"),
+    ],
+)  # fmt: skip
+def test_models_that_gpus_do_not_take(kernels: None, geometry: MlaGeometry, tp: int, argument: str, text: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        for_decoder("cuda", geometry, tp)
+    assert (error.value.argument, str(error.value)) == (argument, f"{argument}: expected {text}")
+    assert for_decoder("auto", geometry, tp)[0] == for_decoder("cpu", geometry, tp)[0] == "cpu"
+    assert for_decoder("auto", MlaGeometry(64), 8) == ("auto", "") and for_decoder("cpu", geometry, tp)[1] == ""
+
+
+def test_a_decoder_on_gpus_without_kernels_is_refused_before_ranks_start(
+    no_start: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "library", lambda: "no nvcc")
+    expected = "^device: expected an installation with CUDA kernels on device 'cuda', got no nvcc$"
+    with pytest.raises(ArgumentError, match=expected):
         Engine("tiny", device="cuda")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_an_engine_says_where_it_is_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "library", lambda: "no nvcc")
+    with Engine("tiny", tp=1) as engine:
+        found = engine.stats()
+    assert found["device"] == "cpu"
+    assert found["device_reason"] == "device: the kernel needs an installation with CUDA kernels, got no nvcc"
 
 
 @pytest.mark.ray

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tpverify.report.rescore import Reference, Score, score
 from tpverify.runtime.engine import STAGES, Engine
-from tpverify.runtime.generation import BYTES, STRATEGIES, GenerationResult
+from tpverify.runtime.generation import BYTES, STRATEGIES, GenerationResult, encode
 from tpverify.runtime.ranks import RankGroup
 
 TREE, *OTHERS = STRATEGIES
@@ -59,11 +60,15 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs on `tp` ranks, and those of the tree strategy on fewer."""
+    """All runs on `tp` ranks, and those of the tree strategy on fewer.
+
+    scores: of the runs on `tp` ranks, where rounding differs between strategies, as it does on GPUs.
+    """
 
     tp: int
     cases: Sequence[Case]
     runs: Sequence[Run]
+    scores: Sequence[Score] = ()
 
     def of(self, strategy: str, tp: int | None = None) -> list[Run]:
         """One run a case, in the order of the cases."""
@@ -83,7 +88,9 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        return not self.strategy_differences() and not self.tp_differences()
+        """Whether all is as it must be: equal across tp, and equal to plain decoding or, if there are scores, near."""
+        same = all(score.ok for score in self.scores) if self.scores else not self.strategy_differences()
+        return same and not self.tp_differences()
 
 
 def compare(
@@ -106,6 +113,16 @@ def compare(
         with Engine(model, fewer, group=group) as engine:
             for case in cases:
                 yield decode(engine, case, TREE, options)
+
+
+def score_runs(engine: Engine, runs: Sequence[Run], seed: int) -> list[Score]:
+    """A score a run, of this engine's model; a run without tokens has a perfect one."""
+    reference, scores = Reference(engine.setup.directory), []
+    for run in runs:
+        prompt, emitted = encode("prompt", run.case.prompt, engine.config.vocab_size), run.result.tokens
+        hidden = engine.hidden_states([*prompt, *emitted[:-1]])
+        scores.append(score(reference, prompt, emitted, run.case.temperature, seed, hidden))
+    return scores
 
 
 def divisors(tp: int) -> list[int]:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from tpverify.report.generation import PLAIN, STAGES, STRATEGIES, Comparison, costs
+from tpverify.report.generation import PLAIN, STAGES, STRATEGIES, Comparison, Run, costs
 from tpverify.report.parity import Outcome
+from tpverify.report.rescore import Score
 
 
 def cost_table(comparison: Comparison) -> Table:
@@ -43,16 +44,38 @@ def length_table(comparison: Comparison) -> Table:
 
 
 def proof_lines(comparison: Comparison) -> list[str]:
+    if comparison.scores:
+        lines = score_lines([run for run in comparison.runs if run.tp == comparison.tp], comparison.scores)
+        return [*lines, _tp_proof(comparison)]
     runs = comparison.of(PLAIN)
     tokens = sum(len(run.result.tokens) for run in runs)
     digests = " ".join(run.result.stats["hidden_digest"] for run in runs)
-    sizes = ", ".join(map(str, comparison.sizes))
     return [
         _proof(
             "equal to autoregressive", comparison.strategy_differences(), f" ({tokens} tokens, hidden states {digests})"
         ),
-        _proof(f"equal across tp {sizes}", comparison.tp_differences(), ""),
+        _tp_proof(comparison),
     ]
+
+
+def score_lines(runs: Sequence[Run], scores: Sequence[Score]) -> list[str]:
+    """A line for greedy runs and one for sampled ones, whose gaps are of another kind."""
+    lines = []
+    for kind, sampled, unit in (("greedy", False, ""), ("sampled", True, " of probability")):
+        some = [score for run, score in zip(runs, scores, strict=True) if (run.case.temperature > 0) == sampled]
+        if some:
+            worst = max(some, key=lambda score: score.gap / max(score.allowed, 1e-30))
+            lines.append(
+                f"{kind} tokens scored again in float32: {'yes' if all(score.ok for score in some) else 'no'} "
+                f"({sum(score.exact for score in some)} of {sum(score.tokens for score in some)} are its own choice; "
+                f"largest gap {worst.gap:.2g}{unit}, {worst.allowed:.2g} allowed for logits off by {worst.error:.2g})"
+            )
+    return lines
+
+
+def _tp_proof(comparison: Comparison) -> str:
+    sizes = ", ".join(map(str, comparison.sizes))
+    return _proof(f"equal across tp {sizes}", comparison.tp_differences(), "")
 
 
 def _proof(claim: str, differences: Sequence[str], evidence: str) -> str:

@@ -27,6 +27,7 @@ from tpverify.runtime.messages import (
     DecodeRequest,
     Frame,
     HiddenDigest,
+    HiddenStates,
     Work,
 )
 from tpverify.tree import DraftTree, accept_walk, sample_token, softmax, uniform
@@ -69,6 +70,9 @@ class DecoderWorker:
             return self._decode(work, replica), []
         if isinstance(work, HiddenDigest):
             return _digest(self.hidden[_long(replica.prefix_slots(work.seq)[: work.count])]), []
+        if isinstance(work, HiddenStates):
+            rows = self.hidden[_long(replica.prefix_slots(work.seq)[: work.count])]
+            return None, [frame_of(rows)] if self.comm.rank == 0 else []
         if isinstance(work, ContentDigest):
             return _digest(self.pool[:, _long(replica.prefix_slots(work.seq))]), []
         raise TypeError(f"a decoder rank cannot do {type(work).__name__}")

@@ -10,6 +10,7 @@ from tpverify.config import MlaGeometry
 from tpverify.errors import ArgumentError, ClusterError
 
 GIB = 1 << 30
+Refusal = tuple[str, str, Any, bool]  # argument, what is expected, what came, and whether that is refused
 
 
 class Place(NamedTuple):
@@ -27,17 +28,39 @@ def for_attention(device: str, dtype: str, geometry: MlaGeometry, tp: int) -> tu
 
     Raises ArgumentError if the device is "cuda" all the same.
     """
+    return _for_kernel(device, geometry, tp, [("dtype", "bfloat16", dtype, dtype != "bfloat16")])
+
+
+def for_decoder(device: str, geometry: MlaGeometry, tp: int) -> tuple[str, str]:
+    """The same for a model of that geometry, whose ranks take the heads in virtual shards. Raises ArgumentError."""
+    if device == "cpu":
+        return device, ""
+    from tpverify.model.gpu_decoder import virtual_shards
+    from tpverify.ops.attention import KV_LORA_RANK, ROW_DIM
+
+    shards = virtual_shards(geometry.num_heads)
+    widths = geometry.kv_lora_rank, geometry.row_dim - geometry.kv_lora_rank
+    expected = KV_LORA_RANK, ROW_DIM - KV_LORA_RANK
+    refusals = [
+        ("model", "kv_lora_rank {} and qk_rope_head_dim {}".format(*expected), widths, widths != expected),
+        ("tp", f"a divisor of {shards} shards of heads", tp, shards % tp != 0),
+    ]
+    return _for_kernel(device, geometry, tp, refusals)
+
+
+def _for_kernel(device: str, geometry: MlaGeometry, tp: int, refusals: list[Refusal]) -> tuple[str, str]:
+    """After the caller's own refusals, those of the kernel for any work."""
     if device == "cpu":
         return device, ""
     from tpverify.ops import cuda  # torch: ranks import this module too, and not all of them need it
 
     library, heads = cuda.library(), geometry.num_heads // tp
-    refusals = {
-        "dtype": ("bfloat16", dtype, dtype != "bfloat16"),
-        "tp": (f"at most {cuda.MAX_HEADS} heads a rank", f"{heads}", heads > cuda.MAX_HEADS),
-        "device": ("an installation with CUDA kernels", library, isinstance(library, str)),
-    }
-    for argument, (expected, got, refused) in refusals.items():
+    refusals = [
+        *refusals,
+        ("tp", f"at most {cuda.MAX_HEADS} heads a rank", f"{heads}", heads > cuda.MAX_HEADS),
+        ("device", "an installation with CUDA kernels", library, isinstance(library, str)),
+    ]
+    for argument, expected, got, refused in refusals:
         if refused:
             if device == "cuda":
                 raise ArgumentError(argument, f"{expected} on device 'cuda'", got)

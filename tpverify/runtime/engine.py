@@ -13,8 +13,9 @@ from tpverify.config import check_type
 from tpverify.errors import ArgumentError, PoolFull, describe
 from tpverify.kv.log import KvLog
 from tpverify.runtime.coordinator import Coordinator
+from tpverify.runtime.device import for_decoder
 from tpverify.runtime.generation import Generation, GenerationOptions, GenerationResult
-from tpverify.runtime.messages import Decode, Decoded, HiddenDigest
+from tpverify.runtime.messages import Decode, Decoded, HiddenDigest, HiddenStates
 from tpverify.runtime.ranks import RankGroup
 from tpverify.runtime.setup import EngineSetup
 
@@ -28,10 +29,11 @@ class Engine:
     call's further prompts wait while its own sequences leave no room for them, but never for another call's.
 
     model: "tiny", the shipped byte-level model, or the directory of a checkpoint in DeepSeek-V3's layout (dense layers,
-    safetensors; a drafter/ folder beside it makes "ddtree" and "chain" possible). device: "auto" is "cpu", where the
-    decoder computes. num_slots: tokens that the KV pool can hold, the trees being verified included. max_batch:
-    sequences a step; further prompts wait. prefill_chunk: prompt tokens a step. group: CPU ranks to use instead of
-    starting some; closing the engine leaves them running.
+    safetensors; a drafter/ folder beside it makes "ddtree" and "chain" possible). device: "auto" takes GPUs where every
+    rank can have one and the kernel takes the model; stats() says which it was, and why not GPUs. oversubscribe: ranks
+    share GPUs, to compare numbers of ranks. num_slots: tokens that the KV pool can hold, the trees being verified
+    included. max_batch: sequences a step; further prompts wait. prefill_chunk: prompt tokens a step. group: ranks to
+    use instead of starting some, wherever they are; closing the engine leaves them running.
 
     Raises ArgumentError (bad input, a checkpoint that lacks a tensor, tp that does not divide the heads), before any
     rank is started; ClusterError (no place for the ranks, or an engine that has ended); RankFailure (a rank died, hung
@@ -48,6 +50,7 @@ class Engine:
         max_batch: int = 8,
         prefill_chunk: int = 256,
         deadline_s: float = 60.0,
+        oversubscribe: bool = False,
         group: RankGroup | None = None,
     ) -> None:
         setup = EngineSetup(
@@ -60,9 +63,11 @@ class Engine:
         self._owned = group is None
         check_type("group", group, (RankGroup, type(None)), "a RankGroup or None")
         if group is None:
-            group = RankGroup(setup.tp, "cpu", deadline_s)
-        elif group.device != "cpu":
-            raise ArgumentError("group", "CPU ranks: the decoder computes on CPUs", f"ranks on {group.device}")
+            group = RankGroup(setup.tp, setup.device, deadline_s, oversubscribe=oversubscribe)
+            self._device_reason = setup.device_reason or group.device_reason
+        else:
+            for_decoder(group.device, setup.geometry, setup.tp)
+            self._device_reason = group.device_reason
         self._group = group
         options = {
             "checkpoint": str(setup.directory.resolve()),
@@ -70,8 +75,9 @@ class Engine:
             "max_batch": setup.max_batch,
             "drafter": setup.drafter is not None,
         }
+        kind = "gpu_decoder" if group.device == "cuda" else "decoder"
         try:
-            self._coordinator = Coordinator(self._group, "decoder", options, num_slots=setup.num_slots, tp=setup.tp)
+            self._coordinator = Coordinator(self._group, kind, options, num_slots=setup.num_slots, tp=setup.tp)
         except BaseException:
             if self._owned:
                 self._group.close()
@@ -119,6 +125,23 @@ class Engine:
                 shown = generation.emitted
             for _, result in ended:
                 yield result
+
+    def hidden_states(self, tokens: Any) -> np.ndarray:
+        """Final hidden states float32 [n, hidden] of a text of n tokens, which the model's head reads: what the ranks
+        themselves compute for it, chunk by chunk. tokens: as a prompt. Raises as generate."""
+        (generation,) = self.setup.prepare({"tokens": tokens}, GenerationOptions(1, "autoregressive"))
+        active: dict[int, Generation] = {}
+        try:
+            with self._turn:
+                self._close_left()
+                self._admit([(0, generation)], active)
+                while generation.finish_reason is None:
+                    self._step([generation])
+                work = HiddenStates(generation.seq, len(generation.prompt))
+                (frame,) = self._coordinator.step(work)[0].frames
+        finally:
+            self._left.extend(active.values())
+        return np.frombuffer(frame, "<f4").reshape(len(generation.prompt), -1)
 
     def _run(self, generations: list[Generation]) -> Iterator[list[tuple[int, GenerationResult]]]:
         """Step all admitted sequences together until all are done; yields after each step those that ended, with
@@ -201,11 +224,12 @@ class Engine:
         return digests[0]
 
     def stats(self) -> dict[str, Any]:
-        """Of the KV pool (see KvLog.stats), and `steps` sent to the ranks so far."""
+        """Of the KV pool (see KvLog.stats), `steps` sent to the ranks so far, their device, and why it is no GPU."""
         with self._turn:
             if self._coordinator.live:
                 self._close_left()
-            return self._coordinator.stats()
+            where = {"device": self._group.device, "device_reason": self._device_reason}
+            return self._coordinator.stats() | where
 
     def close(self) -> None:
         """End the engine, and its ranks unless they were lent to it. Can be called again. Another thread's step is

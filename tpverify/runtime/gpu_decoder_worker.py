@@ -27,10 +27,20 @@ from tpverify.ops.attention import TreeMask, VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import GpuComm
 from tpverify.runtime.decoder_worker import DecoderOptions
+from tpverify.runtime.device import latent_pool
 from tpverify.runtime.frames import frame_of
 from tpverify.runtime.gpu_step import Layout, StepBuffers, StepRequest
 from tpverify.runtime.graphs import Bucket, Graphs
-from tpverify.runtime.messages import ContentDigest, Decode, Decoded, DecodedRequest, Frame, HiddenDigest, Work
+from tpverify.runtime.messages import (
+    ContentDigest,
+    Decode,
+    Decoded,
+    DecodedRequest,
+    Frame,
+    HiddenDigest,
+    HiddenStates,
+    Work,
+)
 
 DTYPE = torch.bfloat16
 # A root alone or a chain of 15, trees of 32, 64, 128 and a prompt's chunk of 256, each with its root; the widest tree.
@@ -66,7 +76,7 @@ class GpuDecoderWorker:
         self.decoder = GpuDecoder(config, tensors, self.device, DTYPE, comm.rank, comm.size, comm.allgather_into)
         geometry = MlaGeometry(config.num_attention_heads // comm.size, config.kv_lora_rank, config.qk_rope_head_dim)
         zeros = partial(torch.zeros, device=self.device)
-        self.pool = zeros(config.num_hidden_layers, shape.num_slots, geometry.row_dim, dtype=DTYPE)
+        self.pool = latent_pool(config.num_hidden_layers, shape.num_slots, geometry.row_dim, DTYPE, self.device)
         self.hidden = zeros(shape.num_slots, config.hidden_size)
         self.drafter = None
         layout = Layout(1, 1, 0, 0, config.hidden_size, 0, config.vocab_size)
@@ -97,9 +107,12 @@ class GpuDecoderWorker:
         if isinstance(work, Decode):
             return self._decode(work, replica), []
         if isinstance(work, HiddenDigest):
-            return self._digest(self.hidden, replica.prefix_slots(work.seq)[: work.count]), []
+            return _digest(self._rows(self.hidden, replica.prefix_slots(work.seq)[: work.count])), []
+        if isinstance(work, HiddenStates):
+            rows = self._rows(self.hidden, replica.prefix_slots(work.seq)[: work.count])
+            return None, [frame_of(rows)] if self.comm.rank == 0 else []
         if isinstance(work, ContentDigest):
-            return self._digest(self.pool.transpose(0, 1), replica.prefix_slots(work.seq)), []
+            return _digest(self._rows(self.pool.transpose(0, 1), replica.prefix_slots(work.seq))), []
         raise TypeError(f"a decoder rank cannot do {type(work).__name__}")
 
     def _decode(self, work: Decode, replica: Replica) -> Decoded | None:
@@ -208,9 +221,9 @@ class GpuDecoderWorker:
         step.drafted[0].view(torch.float32).copy_(logprobs)
         step.drafted[1].copy_(token_ids)
 
-    def _digest(self, rows: Tensor, slots: np.ndarray) -> str:
-        own = rows[torch.from_numpy(slots.astype(np.int64)).to(self.device)]
-        return blake2b(frame_of(own.cpu()), digest_size=8).hexdigest()
+    def _rows(self, table: Tensor, slots: np.ndarray) -> Tensor:
+        """table[slots] on the CPU."""
+        return table[torch.from_numpy(slots.astype(np.int64)).to(self.device)].cpu()
 
     def _mark(self) -> Any:
         """Now: on the device's clock, where there is one."""
@@ -226,6 +239,10 @@ def _seconds(marks: tuple[Any, Any]) -> float:
     if isinstance(marks[0], float):
         return marks[1] - marks[0]
     return 1e-3 * marks[0].elapsed_time(marks[1])
+
+
+def _digest(rows: Tensor) -> str:
+    return blake2b(frame_of(rows), digest_size=8).hexdigest()
 
 
 def _typical(bucket: Bucket, num_slots: int) -> list[VerifyRequest]:

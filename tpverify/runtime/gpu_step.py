@@ -36,7 +36,7 @@ class StepRequest:
 
     def __init__(self, request: DecodeRequest, prefix: np.ndarray, slots: np.ndarray) -> None:
         """prefix int32 [S], slots int32 [n]. Raises ValueError for parents that are no tree's."""
-        self.prompt, self.candidates = request.prompt, request.candidates
+        self.seq, self.prompt, self.candidates = request.seq, request.prompt, request.candidates
         self.temperature, self.seed = request.temperature, request.seed
         self.prefix, self.slots = prefix, slots
         self.tokens = np.frombuffer(request.tokens, "<i8")
@@ -154,7 +154,7 @@ class StepBuffers:
         for index, request in enumerate(requests):
             bonus, path = int(accepted[index, 0]), accepted[index, 1:]
             if bonus < 0:
-                raise ValueError(f"logits: expected finite numbers, got others within request {index}")
+                raise ValueError(f"logits: expected finite numbers, got others in sequence {request.seq}")
             path = np.arange(len(request), dtype=np.int32) if request.prompt else path[path >= 0] - row
             top = slice(0, request.candidates)
             ids = token_ids[index, :, top].astype("<i8").tobytes()

@@ -116,6 +116,13 @@ class HiddenDigest(_Work, frozen=True):
     count: int
 
 
+class HiddenStates(_Work, frozen=True):
+    """Final hidden states of a sequence's first `count` positions. Frame of rank 0: float32 [count, hidden]."""
+
+    seq: int
+    count: int
+
+
 class ContentDigest(_Work, frozen=True):
     """Hash of a sequence's committed rows in position order. Result: 16 hex digits."""
 
@@ -126,7 +133,7 @@ class Ping(_Work, frozen=True):
     """Nothing but the log entries. The reply returns the frames as they came."""
 
 
-Work = Configure | Preflight | Write | Attend | Decode | HiddenDigest | ContentDigest | Ping
+Work = Configure | Preflight | Write | Attend | Decode | HiddenDigest | HiddenStates | ContentDigest | Ping
 
 
 class Step(msgspec.Struct, array_like=True, frozen=True):

@@ -8,12 +8,16 @@ from tpverify.config import DEVICES, MAX_NODES, MlaGeometry, check_choice, check
 from tpverify.errors import ArgumentError, PoolFull
 from tpverify.model.checkpoint import find_checkpoint, resolve
 from tpverify.model.drafter import find_drafter
+from tpverify.runtime.device import for_decoder
 from tpverify.runtime.generation import Generation, GenerationOptions, encode
 from tpverify.tree import AutoBudget
 
 
 class EngineSetup:
-    """A model's files and an engine's limits: see Engine. Raises ArgumentError."""
+    """A model's files and an engine's limits: see Engine. Raises ArgumentError.
+
+    device: where ranks can be; device_reason: why "auto" is "cpu", if the model or the installation is why.
+    """
 
     def __init__(
         self,
@@ -26,16 +30,16 @@ class EngineSetup:
         prefill_chunk: int = 256,
     ) -> None:
         native.host()  # a TPVERIFY_NATIVE that cannot be met
-        if check_choice("device", device, DEVICES) == "cuda":
-            raise ArgumentError("device", "cpu or auto: the decoder computes on CPUs", device)
+        check_choice("device", device, DEVICES)
         self.directory = resolve(model)
         self.config, _ = find_checkpoint(self.directory)
         self.drafter = find_drafter(self.directory, self.config)
         heads = self.config.num_attention_heads
-        MlaGeometry(heads, self.config.kv_lora_rank, self.config.qk_rope_head_dim)
+        self.geometry = MlaGeometry(heads, self.config.kv_lora_rank, self.config.qk_rope_head_dim)
         self.tp = check_int("tp", tp, 1, 1024)
         if heads % self.tp:
             raise ArgumentError("tp", f"a divisor of the model's {heads} heads", self.tp)
+        self.device, self.device_reason = for_decoder(device, self.geometry, self.tp)
         self.max_batch = check_int("max_batch", max_batch, 1, 4096)
         self.num_slots = check_int("num_slots", num_slots, 2, (2**31 - 1) // self.max_batch)
         self.prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, MAX_NODES)
