@@ -77,32 +77,28 @@ class RequestTables:
 
     def upload(self, requests: Sequence[Request]) -> None:
         """Replace the tables, in stream order. Slots on the CPU are part of the copy; those on the GPU stay there."""
-        lengths = [(len(request.prefix), request.nodes) for request in requests]
-        prefixes, nodes = np.array(lengths, np.int64).reshape(-1, 2).T
-        words, tokens = nodes * -(-nodes // 64), prefixes + nodes
-        first_slot = 2 * (self._first_word + int(words.sum()))
-        host = self._ring.take(first_slot + int(tokens.sum()))
-        counts = host[: 5 * self._max_batch].reshape(5, self._max_batch)
-        counts[:] = 0
-        for row, values in enumerate(
-            (first_slot + _begins(tokens), prefixes, nodes, _begins(nodes), self._first_word + _begins(words))
-        ):
-            counts[row, : len(requests)] = values
+        first_slot = 2 * (self._first_word + sum(request.words.size for request in requests))
+        slot, node, word = first_slot, 0, self._first_word
+        counts = []
+        for request in requests:
+            prefix, nodes = len(request.prefix), request.nodes
+            counts.append((slot, prefix, nodes, node, word))
+            slot, node, word = slot + prefix + nodes, node + nodes, word + request.words.size
+        host = self._ring.take(slot)
+        table = host[: 5 * self._max_batch].reshape(5, self._max_batch)
+        table[:, len(requests) :] = 0  # requests without nodes
         if requests:
+            table[:, : len(requests)] = np.array(counts, np.int32).T
             masks = host[2 * self._first_word : first_slot].view(np.uint64)
             np.concatenate([request.words.reshape(-1) for request in requests], out=masks)
         there = []
         at = first_slot
         for slots in (slots for request in requests for slots in (request.prefix, request.tree)):
             part = slice(at, at := at + len(slots))
-            if slots.device.type == "cpu":
+            if slots.is_cpu:
                 host[part] = slots.numpy()
             else:
                 there.append((part, slots))
         self._ring.send(self._buffer[: len(host)])
         for part, slots in there:
             self._buffer[part] = slots
-
-
-def _begins(sizes: np.ndarray) -> np.ndarray:
-    return np.cumsum(sizes) - sizes
