@@ -35,7 +35,8 @@ STEPS = 1000
 def run_tests(environment: dict[str, str], folder: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """{test: outcome} and the fault table."""
     report = folder / "ranks.xml"
-    command = [sys.executable, "-m", "pytest", *TESTS, "-q", "-m", "gpu or multi_gpu", f"--junitxml={report}"]
+    options = ["-q", "-m", "gpu or multi_gpu", f"--junitxml={report}", "-o", "junit_family=xunit1"]  # with properties
+    command = [sys.executable, "-m", "pytest", *TESTS, *options]
     subprocess.run(command, cwd=evidence.ROOT, env=environment, stdout=sys.stderr, timeout=DEADLINE_S)
     return outcomes(report.read_text()), faults(report.read_text())
 

@@ -65,7 +65,9 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not 
 def ends_with(
     kind: type[Exception], match: str, fault: str, limit_s: float, note: Callable[[str, object], None]
 ) -> Iterator[None]:
-    """The body raises `kind` within limit_s. note: record_property; the row of the fault table is printed too."""
+    """The body raises `kind` within limit_s: from the step that fails, or from the start of ranks that fail in it.
+
+    note: record_property; the row of the fault table is printed too."""
     start = time.monotonic()
     with pytest.raises(kind, match=match) as caught:
         yield

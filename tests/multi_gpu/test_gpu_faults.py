@@ -110,8 +110,15 @@ def test_rank_that_is_lost(
             patch.setattr(ranks, "Rank", faulty(1, place, fate, after))
             if (place, fate) == ("NCCL init", "SIGSTOP"):
                 patch.setattr(ranks, "START_DEADLINE_S", 12.0)
-            with ends_with(RankFailure, match, f"{fate} of a GPU rank in its {place}", LIMIT_S + 10, record_property):
-                live()
+            ends = ends_with(RankFailure, match, f"{fate} of a GPU rank in its {place}", LIMIT_S + 10, record_property)
+            if place == "NCCL gather":
+                with VerifyRuntime(config()) as runtime:
+                    verify(runtime)
+                    with ends:
+                        verify(runtime)
+            else:
+                with ends:
+                    live()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)

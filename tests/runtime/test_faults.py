@@ -52,6 +52,13 @@ def test_rank_that_is_lost(
         patch.setattr(ranks, "Rank", faulty(1, place, fate, after=1 if place == "gather" else 0))
         if (place, fate) == ("start", "SIGSTOP"):
             patch.setattr(ranks, "START_DEADLINE_S", 10.0)
-        with ends_with(RankFailure, match, f"{fate} of a CPU rank in its {place}", 30, record_property):
-            live()
+        ends = ends_with(RankFailure, match, f"{fate} of a CPU rank in its {place}", 30, record_property)
+        if place == "gather":
+            with VerifyRuntime(CONFIG) as runtime:
+                verify(runtime)
+                with ends:
+                    verify(runtime)
+        else:
+            with ends:
+                live()
     live()
