@@ -19,7 +19,7 @@ from tpverify.kv.slots import FREE, LIVE, NO_SLOTS, Slots, SlotStates
 Mask = npt.NDArray[np.bool_]
 
 GOAL = 4  # extents that a chain may be left with when there is no room, or no need, for fewer
-LONG = 16  # rows: so long an extent is never in the way of another chain
+LONG = 16  # rows: so long an extent never steps aside for another chain
 CHAINS_AT_ONCE = 256  # of one job, so that planning stays short
 
 
@@ -114,27 +114,49 @@ def plan(
         movable &= ~np.logical_or.reduceat(pinned.take(layout.slots), layout.bounds[:-1])
     candidates = np.flatnonzero(movable)
     candidates = candidates[np.argsort(-counts[candidates] / sizes[candidates], kind="stable")]
-    gaps = _Gaps(_open(layout, movable, states))
+    for long in (LONG, 2):  # where only extents of a single row step aside, nobody is left with more of them
+        gaps = _Gaps(_open(layout, movable, states, long), long)
+        placed = _place(layout, candidates[:CHAINS_AT_ONCE].tolist(), gaps, goal, most)
+        if placed:
+            slots = np.concatenate([layout.slots[start:end] for start, end, _ in placed])
+            targets = np.concatenate([window for _, _, window in placed])
+            windows = np.zeros(states.states.size, np.bool_)
+            windows[targets] = True
+            if _gain(layout, placed) > _harm(layout, slots, windows):
+                return Job(slots, targets, states.generations.take(slots), windows)
+    return None
 
-    placed: list[tuple[Slots, Slots]] = []
+
+def _place(layout: Layout, chains: Listlike[int], gaps: "_Gaps", goal: int, most: int) -> list[tuple[int, int, Slots]]:
+    """Rows start to end - 1 of the layout, and the window that they get."""
+    placed = []
     rows = 0
-    for chain in candidates[:CHAINS_AT_ONCE].tolist():
+    for chain in chains:
         segments, spare = _segments(layout, chain, goal)
         for start, end in segments:
             window = gaps.around_longest(layout, start, end)
             if window is None:
-                window = gaps.first_fit(end - start, 1 + spare)
+                fewer = layout.extents(start, end)[0].size - 1
+                window = gaps.first_fit(end - start, min(1 + spare, fewer))
             if window is not None:
-                placed.append((layout.slots[start:end], window))
+                placed.append((start, end, window))
                 rows += end - start
         if rows >= most:
             break
-    if not placed:
-        return None
-    slots, targets = (np.concatenate(column) for column in zip(*placed, strict=True))
-    windows = np.zeros(states.states.size, np.bool_)
-    windows[targets] = True
-    return Job(slots, targets, states.generations.take(slots), windows)
+    return placed
+
+
+def _gain(layout: Layout, placed: Listlike[tuple[int, int, Slots]]) -> int:
+    """How many extents the job does away with."""
+    return sum(layout.extents(start, end)[0].size - extents.count(window) for start, end, window in placed)
+
+
+def _harm(layout: Layout, slots: Slots, windows: Mask) -> int:
+    """How many it may add, at most: each row of another chain that it puts aside may become an extent of its own."""
+    aside = windows.copy()
+    aside[slots] = False
+    rows = np.add.reduceat(aside.take(layout.slots), layout.begins, dtype=np.intp)
+    return int(rows.sum()) - int(np.count_nonzero(rows == layout.lengths))
 
 
 def _segments(layout: Layout, chain: int, goal: int) -> tuple[list[tuple[int, int]], int]:
@@ -160,7 +182,8 @@ def _segments(layout: Layout, chain: int, goal: int) -> tuple[list[tuple[int, in
 class _Gaps:
     """Intervals of the pool that windows may cover, starts[i] to ends[i] - 1, ascending."""
 
-    def __init__(self, open_: Mask) -> None:
+    def __init__(self, open_: Mask, long: int) -> None:
+        self._long = long
         edges = np.flatnonzero(np.diff(open_, prepend=False, append=False))
         self._starts, self._ends = edges[::2], edges[1::2]
 
@@ -174,7 +197,11 @@ class _Gaps:
         high = low + end - start
         if 2 * size < end - start:
             return None
-        fits = self._is_open(low, at) and self._is_open(at + size, high) if size >= LONG else self._is_open(low, high)
+        fits = (
+            self._is_open(low, at) and self._is_open(at + size, high)
+            if size >= self._long
+            else self._is_open(low, high)
+        )
         return self._take(low, high) if fits else None
 
     def first_fit(self, size: int, pieces: int) -> Slots | None:
@@ -205,9 +232,9 @@ class _Gaps:
         return np.arange(low, high, dtype=np.int32)
 
 
-def _open(layout: Layout, movable: Mask, states: SlotStates) -> Mask:
-    """Slots that a window may cover: the free ones, and those whose rows can step aside without harm."""
-    scattered = (layout.lengths < LONG) & np.repeat(movable, layout.counts)
+def _open(layout: Layout, movable: Mask, states: SlotStates, long: int) -> Mask:
+    """Slots that a window may cover: the free ones, and those of extents shorter than `long`."""
+    scattered = (layout.lengths < long) & np.repeat(movable, layout.counts)
     open_ = states.states == FREE
     open_[states.limit :] = False
     open_[layout.slots[np.repeat(scattered, layout.lengths)]] = True

@@ -209,18 +209,19 @@ class KvLog:
         """
         check_int("num_slots", num_slots, 2, self._tables.num_slots)
         states = self._tables.slots
-        counts = states.counts()
-        excess = counts["live"] + counts["scratch"] - (num_slots - 1)
-        if excess > self._cache.evictable():
-            needed = counts["live"] + counts["scratch"] - self._cache.evictable()
-            raise PoolFull(f"{needed} slots are in use, {num_slots - 1} would be left", needed=needed)
+        capacity, counts = self._tables.num_slots, states.counts()
+        used, evictable = counts["live"] + counts["scratch"], self._cache.evictable(capacity)
+        if used - evictable > num_slots - 1:
+            raise PoolFull(
+                f"{used - evictable} slots are in use, {num_slots - 1} would be left", needed=used - evictable
+            )
         before = sum(self.extents().values())
         self._end_job()
         if num_slots != states.limit:
             self._record(Resize(num_slots))
             self._refill()
-        if excess > 0:
-            self._record(Evict(extents.pack(self._cache.evict(excess))))
+        if used > num_slots - 1:
+            self._record(Evict(extents.pack(self._cache.evict(used - (num_slots - 1), capacity))))
         src, dst = defrag.evacuate([chain for _, chain in self._chains()], states, self._pins > 0)
         if src.size:
             self._move(src, dst)
@@ -288,7 +289,7 @@ class KvLog:
         """Slots free, scratch, live, quarantined and withheld, num_slots - 1 in all; of the live ones those shared,
         cached, and evictable from the cache; sequences; entries recorded. O(num_slots)."""
         return self._tables.slots.counts() | {
-            "evictable": self._cache.evictable(),
+            "evictable": self._cache.evictable(self._tables.slots.limit),
             "sequences": len(self._tables),
             "entries": self._recorded,
         }
@@ -352,12 +353,13 @@ class KvLog:
         free = self._free.count + own
         if n <= free:
             return
-        evictable = self._cache.evictable()
+        limit = self._tables.slots.limit
+        evictable = self._cache.evictable(limit)
         if n > free + evictable:
             more = f", {evictable} more can be evicted" if evictable else ""
             waits = ", sources of moves are in quarantine" if self._quarantine else ""
             raise PoolFull(f"{n} slots needed, {free} are free{more}{waits}", needed=n, free=free, evictable=evictable)
-        self._record(Evict(extents.pack(self._cache.evict(n - free))))
+        self._record(Evict(extents.pack(self._cache.evict(n - free, limit))))
 
     def _check_room(self) -> None:
         if len(self._tables) == self._max_sequences:

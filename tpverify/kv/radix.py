@@ -1,8 +1,8 @@
 """The prefix cache: which slots hold the rows of which tokens. A radix tree (as in SGLang) with page size 1.
 
 It knows tokens and slots, nothing of ranks: the log tells those which slots are kept. What a running sequence reads
-is never evicted, and that is read off the slots themselves: a node whose slots have another reader than the cache is in
-use. All slots of a node have the same readers, since a match ends at a node's end: it splits the node if need be.
+is never evicted, and that is read off the slots themselves: they have another reader than the cache. Who reads a slot
+of a node reads all before it in the node, so what can go is at its end.
 """
 
 from collections.abc import Iterator
@@ -58,32 +58,33 @@ class RadixCache:
             parent.children[int(tokens[start])] = path[-1]
             self._touch(path)
 
-    def evictable(self) -> int:
-        """Slots below the limit that `evict` could free: those that no sequence reads, nor any node below."""
+    def evictable(self, below: int) -> int:
+        """How many slots lower than `below` could be evicted: neither they nor what follows them in the tree is
+        read by a sequence."""
         kept: set[Node | None] = set()
         total = 0
         for node in self._used:
-            if node in kept or self._in_use(node):
+            unread = 0 if node in kept else self._unread(node)
+            total += int(np.count_nonzero(node.slots[node.slots.size - unread :] < below))
+            if unread < node.slots.size:
                 kept.add(node.parent)
-            else:
-                total += self._useful(node.slots)
         return total
 
-    def evict(self, wanted: int) -> Slots:
-        """Drop the ends of branches, the least recently used first, until `wanted` slots below the limit, or all that
-        are evictable, are out. Returns what went."""
+    def evict(self, wanted: int, below: int) -> Slots:
+        """Drop the ends of branches, the least recently used first, until `wanted` slots lower than `below` are out, or
+        all that can be. Returns all that went."""
         evicted = [NO_SLOTS]
         for node in list(self._used):
-            if node.children or self._in_use(node):
-                continue
-            while wanted > 0 and node.slots.size:
-                start = node.slots.size - min(node.slots.size, max(wanted, EVICTED_AT_ONCE))
+            unread = 0 if node.children else self._unread(node)
+            while wanted > 0 and unread > 0:
+                count = min(unread, max(wanted, EVICTED_AT_ONCE))
+                start = node.slots.size - count
                 evicted.append(node.slots[start:])
-                wanted -= self._useful(evicted[-1])
+                wanted -= int(np.count_nonzero(evicted[-1] < below))
+                unread -= count
+                if start == 0:
+                    self._remove(node)
                 node.tokens, node.slots = node.tokens[:start], node.slots[:start]
-            if wanted <= 0 and node.slots.size:
-                break
-            self._remove(node)
         return np.concatenate(evicted)
 
     def move(self, src: Slots, dst: Slots) -> None:
@@ -101,7 +102,7 @@ class RadixCache:
             node = starts.pop()
             chain = [node.slots]
             while node.children:
-                children = sorted(node.children.values(), key=self._readers)
+                children = sorted(node.children.values(), key=lambda child: self._states.readers[child.slots[0]])
                 node = children.pop()
                 chain.append(node.slots)
                 starts += children
@@ -141,14 +142,9 @@ class RadixCache:
         del node.parent.children[int(node.tokens[0])]
         del self._used[node]
 
-    def _useful(self, slots: Slots) -> int:
-        return int(np.count_nonzero(slots < self._states.limit))
-
-    def _in_use(self, node: Node) -> bool:
-        return self._readers(node) > 1
-
-    def _readers(self, node: Node) -> int:
-        return int(self._states.readers[node.slots[0]])
+    def _unread(self, node: Node) -> int:
+        """Slots, at the node's end, that only the cache reads."""
+        return int(np.count_nonzero(self._states.readers.take(node.slots) == 1))
 
 
 def _common(a: Tokens, b: Tokens) -> int:
