@@ -30,8 +30,9 @@ def held_out(length: int) -> list[bytes]:
 class Meeting:
     """All-gather among the threads of `size` ranks."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, graphs: bool = False) -> None:
         self.size, self.barrier, self.parts = size, threading.Barrier(size), [torch.empty(0)] * size
+        self.graphs = graphs
 
     def rank(self, rank: int) -> "Member":
         return Member(self, rank)
@@ -41,7 +42,7 @@ class Member:
     """The communicator of one of them: a GpuComm that shares its device with the others."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.size, self.capturable = meeting, rank, meeting.size, meeting.size == 1
+        self.meeting, self.rank, self.size, self.capturable = meeting, rank, meeting.size, meeting.graphs
 
     def allgather_into(self, x: Tensor, out: Tensor) -> None:
         self.wait()
@@ -59,7 +60,10 @@ class Member:
 class Ranks:
     """tp workers, each with its replica of one log, that take every message together."""
 
-    def __init__(self, tp: int = 1, device: str = "cpu", num_slots: int = 4096, max_batch: int = 8) -> None:
+    def __init__(
+        self, tp: int = 1, device: str = "cpu", graphs: bool = False, num_slots: int = 4096, max_batch: int = 8
+    ) -> None:
+        """graphs: capture the steps, of one rank alone."""
         self.setup = EngineSetup("tiny", tp, device="cpu", num_slots=num_slots, max_batch=max_batch)
         self.options = {
             "checkpoint": str(self.setup.directory),
@@ -67,7 +71,7 @@ class Ranks:
             "max_batch": max_batch,
             "drafter": True,
         }
-        meeting = Meeting(tp)
+        meeting = Meeting(tp, graphs)
         self.log, self.replicas = KvLog(num_slots), [Replica(num_slots) for _ in range(tp)]
         self.workers = self._together(
             tp,

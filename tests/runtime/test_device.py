@@ -3,10 +3,13 @@
 import ast
 import subprocess
 import sys
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from decoding import held_out
 
 import tpverify
 from tpverify import pynccl
@@ -175,6 +178,20 @@ def test_a_decoder_on_gpus_without_kernels_is_refused_before_ranks_start(
     expected = "^device: expected an installation with CUDA kernels on device 'cuda', got no nvcc$"
     with pytest.raises(ArgumentError, match=expected):
         Engine("tiny", device="cuda")
+
+
+@pytest.mark.ray
+def test_hidden_states_of_a_text_are_those_of_its_decoding(ranks: RankGroup) -> None:
+    """Teacher forcing; what it leaves in the pool is given back."""
+    engine = Engine("tiny", tp=2, group=ranks)
+    prompt, free = held_out(300)[1], engine.stats()["free"]
+    result = engine.generate(prompt, max_new_tokens=9)
+    states = engine.hidden_states(list(prompt) + result.tokens[:-1])
+    assert states.shape == (308, 256) and states.dtype == np.float32
+    assert blake2b(states.tobytes(), digest_size=8).hexdigest() == result.stats["hidden_digest"]
+    assert engine.stats()["free"] == free
+    with pytest.raises(ArgumentError, match="^tokens: expected token ids"):
+        engine.hidden_states([256])
 
 
 @pytest.mark.ray

@@ -4,7 +4,6 @@ import json
 import shutil
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -98,18 +97,6 @@ def test_every_tp_batch_and_chunking_gives_the_same(fresh, temperature):
     for run in runs[1:]:
         for a, b in zip(run, runs[0], strict=True):
             assert same(a, b) and a.accept_lengths == b.accept_lengths
-
-
-def test_hidden_states_of_a_text_are_those_of_its_decoding(engine):
-    """Teacher forcing; what it leaves in the pool is given back."""
-    prompt, free = held_out(300)[1], engine.stats()["free"]
-    result = engine.generate(prompt, max_new_tokens=9)
-    states = engine.hidden_states(list(prompt) + result.tokens[:-1])
-    assert states.shape == (308, 256) and states.dtype == np.float32
-    assert blake2b(states.tobytes(), digest_size=8).hexdigest() == result.stats["hidden_digest"]
-    assert engine.stats()["free"] == free
-    with pytest.raises(ArgumentError, match="^tokens: expected token ids"):
-        engine.hidden_states([256])
 
 
 def test_seeds_matter_only_when_sampling(engine):
