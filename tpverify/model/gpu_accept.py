@@ -12,7 +12,7 @@ UNSOUND = -1  # a choice from logits that are not finite: no token, so that a wa
 def choose_greedy(logits: Tensor) -> Tensor:
     """The target's token after each node: int64 [n] of float32 logits [n, vocab]. The lowest id of equals."""
     top, token = logits.max(dim=1)
-    return torch.where(top.isfinite(), token, UNSOUND)
+    return torch.where(top.abs() < torch.inf, token, UNSOUND)
 
 
 def choose(logits: Tensor, temperatures: Tensor, draws: Tensor) -> Tensor:
@@ -37,8 +37,9 @@ def walk(tokens: Tensor, parents: Tensor, choices: Tensor, depth: int) -> Tensor
     covered = 1  # a node and so many of its ancestors, less one, are on the path
     while covered < depth:
         reached = reached & reached[parents]
-        parents = parents[parents]
         covered *= 2
+        if covered < depth:
+            parents = parents[parents]
     return reached
 
 

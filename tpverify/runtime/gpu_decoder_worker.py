@@ -200,12 +200,11 @@ class GpuDecoderWorker:
             choices = choose_greedy(step.logits)
         reached = walk(step.tokens, step.parents, choices, self.longest - 1)
         path = paths(reached, step.cells, bucket.batch, self.longest)
-        last = torch.maximum(path.amax(dim=1), step.start)
-        bonus = choices[last]
+        torch.maximum(path.amax(dim=1), step.start, out=step.last)
+        torch.index_select(choices, 0, step.last, out=step.bonus)
         step.path.copy_(path)
-        step.last.copy_(last)
-        step.bonus.copy_(bonus)
-        step.accepted.copy_(torch.cat([bonus[:, None], path], dim=1))
+        step.accepted[:, 0] = step.bonus
+        step.accepted[:, 1:] = path
 
     def _draft(self, bucket: Bucket) -> None:
         """Context rows of all nodes, to their slots, and the drafter's tokens below each bonus token."""
