@@ -114,7 +114,8 @@ def plan(
         movable &= ~np.logical_or.reduceat(pinned.take(layout.slots), layout.bounds[:-1])
     candidates = np.flatnonzero(movable)
     candidates = candidates[np.argsort(-counts[candidates] / sizes[candidates], kind="stable")]
-    for long in (LONG, 2):  # where only extents of a single row step aside, nobody is left with more of them
+    # First windows of free slots alone. Where only extents of a single row step aside, nobody gets more of them.
+    for long in (0, LONG, 2):
         gaps = _Gaps(_open(layout, movable, states, long), long)
         placed = _place(layout, candidates[:CHAINS_AT_ONCE].tolist(), gaps, goal, most)
         if placed:
@@ -137,7 +138,7 @@ def _place(layout: Layout, chains: Listlike[int], gaps: "_Gaps", goal: int, most
             window = gaps.around_longest(layout, start, end)
             if window is None:
                 fewer = layout.extents(start, end)[0].size - 1
-                window = gaps.first_fit(end - start, min(1 + spare, fewer))
+                window = gaps.first_fit(end - start, min(1 + spare, fewer) if gaps.long else 1)
             if window is not None:
                 placed.append((start, end, window))
                 rows += end - start
@@ -183,7 +184,7 @@ class _Gaps:
     """Intervals of the pool that windows may cover, starts[i] to ends[i] - 1, ascending."""
 
     def __init__(self, open_: Mask, long: int) -> None:
-        self._long = long
+        self.long = long
         edges = np.flatnonzero(np.diff(open_, prepend=False, append=False))
         self._starts, self._ends = edges[::2], edges[1::2]
 
@@ -198,9 +199,7 @@ class _Gaps:
         if 2 * size < end - start:
             return None
         fits = (
-            self._is_open(low, at) and self._is_open(at + size, high)
-            if size >= self._long
-            else self._is_open(low, high)
+            self._is_open(low, at) and self._is_open(at + size, high) if size >= self.long else self._is_open(low, high)
         )
         return self._take(low, high) if fits else None
 

@@ -3,6 +3,7 @@
 They count how scattered a sequence is, and they are how slots travel: a run costs the same whatever its length.
 """
 
+from collections.abc import Sequence as Listlike
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,18 @@ WIRE_INT32 = np.dtype("<i4")
 def count(slots: Slots) -> int:
     """Extents of slots int32 [n] in the order given."""
     return int(slots.size > 0) + int(np.count_nonzero(np.diff(slots) != 1))
+
+
+def counts(tables: Listlike[Slots]) -> list[int]:
+    """Extents of each table."""
+    filled = [slots for slots in tables if slots.size]
+    if not filled:
+        return [0] * len(tables)
+    starts = np.cumsum([0, *(slots.size for slots in filled[:-1])])
+    mask = begins(np.concatenate(filled))
+    mask[starts] = True
+    found = iter(np.add.reduceat(mask, starts, dtype=np.intp).tolist())
+    return [next(found) if slots.size else 0 for slots in tables]
 
 
 def begins(*columns: Slots) -> npt.NDArray[np.bool_]:

@@ -3,7 +3,7 @@
 One writer and one order: a rank that misses an entry, or is given another in its place, is fenced and replaced.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from tpverify.config import MAX_NODES, check_int
 from tpverify.errors import ArgumentError, PoolFull, describe
-from tpverify.kv import defrag, extents
+from tpverify.kv import extents
+from tpverify.kv.defrag import GOAL, Job, Mask, evacuate, plan
 from tpverify.kv.entries import (
     Append,
     Close,
@@ -99,7 +100,7 @@ class KvLog:
         self._free = FreeSlots(num_slots)
         self._cache = RadixCache(self._tables.slots)
         self._quarantine = _Quarantine()
-        self._job: defrag.Job | None = None
+        self._job: Job | None = None
         self._pins = np.zeros(num_slots, np.int32)
         self._max_sequences = check_int("max_sequences", max_sequences, 1, 2**31 - 1)
         self._next_seq = 0
@@ -128,6 +129,13 @@ class KvLog:
         self._drop_tree_for(seq, n)
         self._record(Draft(seq, int32(self._free.take_recent(n))))
         return self.tree_slots(seq)
+
+    def draft_all(self, nodes: Mapping[int, int]) -> None:
+        """`draft` for several sequences: slots for all of their trees, or PoolFull and no change."""
+        own = {seq: self._reusable(seq) for seq in nodes}
+        self._make_room(sum(nodes.values()), sum(own.values()))
+        for seq in sorted(nodes, key=lambda seq: nodes[seq] - own[seq]):  # what shrinks makes room for what grows
+            self.draft(seq, nodes[seq])
 
     def commit(self, seq: int, path: npt.ArrayLike) -> None:
         """Commit the tree's nodes `path` (int, ascending, path[0] == 0) where they lie, and free the others' slots."""
@@ -180,20 +188,19 @@ class KvLog:
         Nothing moves while sources of earlier moves are in quarantine.
         """
         most = check_int("most", most, 1, 2**31 - 1)
-        goal = check_int("goal", goal, 1, defrag.GOAL)
+        goal = check_int("goal", goal, 1, GOAL)
         threshold = max(goal, check_int("threshold", threshold, 1, 2**31 - 1))
         before = sum(self.extents().values())
         if self._quarantine:
             return Moved(0, before, before, False)
-        states, pinned = self._tables.slots, self._pins > 0
+        pinned = self._pins > 0
         for _ in range(2):  # the job under way may turn out to be over
             if self._job is None:
-                chains = [chain for _, chain in self._chains()]
-                self._job = defrag.plan(chains, states, pinned, goal=goal, threshold=threshold, most=most)
+                self._job = self._plan(pinned, goal, threshold, most)
                 if self._job is None:
-                    return Moved(0, before, before, True)
+                    break
                 self._refill()
-            src, dst = self._job.wave(states, pinned, most)
+            src, dst = self._job.wave(self._tables.slots, pinned, most)
             if src.size:
                 self._move(src, dst)
                 return Moved(src.size, before, sum(self.extents().values()), False)
@@ -222,7 +229,7 @@ class KvLog:
             self._refill()
         if used > num_slots - 1:
             self._record(Evict(extents.pack(self._cache.evict(used - (num_slots - 1), capacity))))
-        src, dst = defrag.evacuate([chain for _, chain in self._chains()], states, self._pins > 0)
+        src, dst = evacuate([chain for _, chain in self._chains()], states, self._pins > 0)
         if src.size:
             self._move(src, dst)
         done = not (states.states[num_slots:] != FREE).any()
@@ -261,7 +268,8 @@ class KvLog:
 
     def extents(self) -> dict[int, int]:
         """Of every open sequence, in how many runs of slots its committed positions lie."""
-        return {seq: extents.count(sequence.prefix) for seq, sequence in self._tables.items()}
+        prefixes = [sequence.prefix for _, sequence in self._tables.items()]
+        return dict(zip((seq for seq, _ in self._tables.items()), extents.counts(prefixes), strict=True))
 
     def slot_map(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
         """Of every slot, its state (see slots.py) and its owner: a sequence's number, CACHE or NOBODY."""
@@ -325,26 +333,34 @@ class KvLog:
         self._quarantine.add(self._recorded, src)
         self._refill()
 
+    def _plan(self, pinned: Mask, goal: int, threshold: int, most: int) -> Job | None:
+        chains = [chain for _, chain in self._chains()]
+        return plan(chains, self._tables.slots, pinned, goal=goal, threshold=threshold, most=most)
+
     def _chains(self) -> Iterator[tuple[int, Slots]]:
         """All live slots in chains, with their owners; each slot in one. See defrag.py."""
-        claimed = np.zeros(self._tables.num_slots, np.bool_)
-
-        def rest(slots: Slots) -> Slots:
-            slots = slots[~claimed.take(slots)]
-            claimed.put(slots, True)
-            return slots
-
-        yield from ((CACHE, rest(chain)) for chain in self._cache.chains())
-        yield from ((seq, rest(own.prefix[own.inherited :])) for seq, own in self._tables.items())
-        if np.count_nonzero(claimed) < np.count_nonzero(self._tables.slots.states == LIVE):
-            # What forks have inherited from sequences that have ended since.
-            yield from ((seq, rest(fork.prefix)) for seq, fork in self._tables.items())
+        slots = self._tables.slots
+        unclaimed = (slots.states == LIVE) & ~slots.cached
+        yield from ((CACHE, chain) for chain in self._cache.chains())
+        some_cached = slots.cached.any()
+        for seq, sequence in self._tables.items():
+            own = sequence.prefix[sequence.inherited :]
+            yield seq, own[unclaimed.take(own)] if some_cached else own
+            unclaimed[own] = False
+        if unclaimed.any():  # what forks have inherited from sequences that have ended since
+            for seq, sequence in self._tables.items():
+                own = sequence.prefix[: sequence.inherited]
+                yield seq, own[unclaimed.take(own)]
+                unclaimed[own] = False
 
     def _drop_tree_for(self, seq: int, n: int) -> None:
         """Drop the sequence's tree if n slots can be had then, else PoolFull."""
-        tree = self._tables[seq].tree
-        self._make_room(n, int(np.count_nonzero(tree < self._tables.slots.limit)))
+        self._make_room(n, self._reusable(seq))
         self._give(self._tables.drop_tree(seq))
+
+    def _reusable(self, seq: int) -> int:
+        """Slots that dropping the sequence's tree gives back."""
+        return int(np.count_nonzero(self._tables[seq].tree < self._tables.slots.limit))
 
     def _make_room(self, n: int, own: int) -> None:
         """n slots, `own` of which the caller will free itself."""

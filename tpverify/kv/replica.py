@@ -75,6 +75,13 @@ class Replica:
         """Slots of the uncommitted tree's nodes, int32 [n], read-only; empty when there is none."""
         return self._trusted()[seq].tree
 
+    def readers(self, slot: int) -> list[tuple[int, int]]:
+        """Sequences that read the committed row in this slot, each with the row's position: to name it in an error."""
+        tables = self._trusted()
+        position = int(tables.slots.positions[slot])
+        held = (seq for seq, s in tables.items() if position < s.length and s.prefix[position] == slot)
+        return [(seq, position) for seq in held]
+
     def digest(self) -> str:
         """16 hex digits of the present tables."""
         return self._trusted().digest()

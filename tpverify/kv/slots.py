@@ -19,9 +19,10 @@ NO_SLOTS: Slots = np.empty(0, np.int32)
 
 
 class SlotStates:
-    """Of every slot, arrays [num_slots]: its state, uint8; who reads it, int32 sequences plus the cache; whether the
-    cache does, bool; its logical position while LIVE, int32; its generation, uint32, which a slot changes whenever it
-    stops holding a row, so that (slot, generation) names a row for good.
+    """Of every slot, arrays [num_slots]: its state, uint8; how many read it, sequences plus the cache, int32; whether
+    the cache does, bool; while LIVE, its logical position, int32, and its owner, the sequence that committed it, int64;
+    its generation, uint32, which changes whenever the slot stops holding a row, so that (slot, generation) names a row
+    for good.
 
     A transition checks the state it leaves before it changes anything: no slot is claimed twice or freed twice.
     Slots from `limit` on are not claimed.
@@ -34,6 +35,7 @@ class SlotStates:
         self.readers = np.zeros(num_slots, np.int32)
         self.cached = np.zeros(num_slots, np.bool_)
         self.positions = np.zeros(num_slots, np.int32)
+        self.owners = np.zeros(num_slots, np.int64)
         self.generations = np.zeros(num_slots, np.uint32)
 
     def check_free(self, slots: Slots, own: Slots) -> None:
@@ -67,8 +69,9 @@ class SlotStates:
         self.readers.put(accepted, 1)
         self._vacate(rejected, FREE)
 
-    def place(self, slots: Slots, position: int) -> None:
-        """LIVE slots hold positions position, position + 1, ..."""
+    def place(self, slots: Slots, owner: int, position: int) -> None:
+        """LIVE slots hold positions position, position + 1, ... of what `owner` has committed."""
+        self.owners.put(slots, owner)
         self.positions.put(slots, np.arange(position, position + slots.size, dtype=np.int32))
 
     def share(self, slots: Slots) -> None:
@@ -88,7 +91,7 @@ class SlotStates:
         """Rows change slots: dst FREE -> LIVE with the readers and position of src, src LIVE -> QUARANTINED."""
         assert self._all(src, LIVE) and self._all(dst, FREE)
         self.states.put(dst, LIVE)
-        for of_slot in (self.readers, self.cached, self.positions):
+        for of_slot in (self.readers, self.cached, self.positions, self.owners):
             of_slot.put(dst, of_slot.take(src))
         self.readers.put(src, 0)
         self.cached.put(src, False)

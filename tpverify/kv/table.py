@@ -104,7 +104,7 @@ class SequenceTables:
         self.slots.check_free(slots, own=sequence.tree)
         freed = self.drop_tree(seq)
         self.slots.claim(slots, LIVE)
-        self._commit(sequence, slots)
+        self._commit(seq, sequence, slots)
         self._rehash(seq, sequence)
         return freed
 
@@ -130,7 +130,7 @@ class SequenceTables:
         rejected.put(path, False)
         accepted, freed = tree.take(path), tree[rejected]
         self.slots.settle(accepted, freed)
-        self._commit(sequence, accepted)
+        self._commit(seq, sequence, accepted)
         self._clear_tree(seq, sequence)
         return freed
 
@@ -186,17 +186,29 @@ class SequenceTables:
             raise ArgumentError("dst", f"{src.size} slots, one for each of src", dst.size)
         positions, cached = self.slots.positions.take(src), self.slots.cached.take(src)
         change = self._slot_hash.terms(dst, positions) - self._slot_hash.terms(src, positions)
-        readers = int(self.slots.readers.take(src).sum()) - int(np.count_nonzero(cached))
-        for seq, sequence in self._sequences.items():
-            if not readers:
-                break
-            hits = sequence.reads(src, positions)
+        readers = self.slots.readers.take(src) - cached
+
+        def redirect(seq: int, rows: npt.NDArray[np.intp]) -> None:
+            sequence = self._sequences.get(seq)
+            if sequence is None:
+                return
+            hits = rows[sequence.reads(src.take(rows), positions.take(rows))]
             if hits.size:
                 sequence.redirect(positions.take(hits), dst.take(hits))
                 sequence.prefix_sum = (sequence.prefix_sum + int(change.take(hits).sum())) & MASK64
                 self._rehash(seq, sequence)
-                readers -= hits.size
-        assert readers == 0, "a slot is read at its position or not at all"
+                readers[hits] -= 1
+
+        owners = self.slots.owners.take(src)
+        by_owner = np.argsort(owners, kind="stable")
+        for rows in np.split(by_owner, np.flatnonzero(np.diff(owners.take(by_owner))) + 1):
+            redirect(int(owners[rows[0]]), rows)
+        for seq in self._sequences:  # what has other readers than its owner
+            rows = np.flatnonzero(readers)
+            if not rows.size:
+                break
+            redirect(seq, rows)
+        assert not readers.any(), "a slot is read at its position or not at all"
         self.slots.move(src, dst)
         self._cached_sum += int(change[cached].sum())
         self._quarantined_sum += self._slot_hash.at(src, np.zeros_like(src))
@@ -229,7 +241,7 @@ class SequenceTables:
         slots = self.slots
         for seq, prefix, tree in sequences:
             slots.states.put(prefix, LIVE)
-            slots.place(prefix, 0)
+            slots.place(prefix, seq, 0)
             self._add(seq, Sequence(inherited=prefix.size, prefix_sum=self._slot_hash(prefix, 0)), prefix)
             if tree.size:
                 self.draft(seq, tree)
@@ -249,9 +261,9 @@ class SequenceTables:
         self._sequences[seq] = sequence
         self._rehash(seq, sequence)
 
-    def _commit(self, sequence: Sequence, slots: Slots) -> None:
+    def _commit(self, seq: int, sequence: Sequence, slots: Slots) -> None:
         sequence.prefix_sum = (sequence.prefix_sum + self._slot_hash(slots, sequence.length)) & MASK64
-        self.slots.place(slots, sequence.length)
+        self.slots.place(slots, seq, sequence.length)
         sequence.extend(slots)
 
     def _clear_tree(self, seq: int, sequence: Sequence) -> None:

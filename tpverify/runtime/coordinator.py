@@ -87,4 +87,5 @@ class Coordinator:
             if reply.digest != expected:
                 cause = f"its tables diverged: digest {reply.digest}, the coordinator's is {expected}"
                 raise self.group.fail(rank, self.steps, cause)
+        self._log.acknowledge()
         return answers

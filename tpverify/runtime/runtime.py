@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tpverify.config import RuntimeConfig, check_type
-from tpverify.errors import ArgumentError, PoolFull
+from tpverify.config import RuntimeConfig, check_int, check_type
+from tpverify.errors import ArgumentError
 from tpverify.kv.log import KvLog
 from tpverify.ops.attention import KV_LORA_RANK, ROW_DIM, check_scale
 from tpverify.runtime.coordinator import Coordinator
 from tpverify.runtime.device import for_attention
 from tpverify.runtime.frames import frame_of, tensor_of
-from tpverify.runtime.messages import Attend, ContentDigest, TreeRequest, Write
+from tpverify.runtime.messages import Attend, ContentDigest, Ping, TreeRequest, Write
 from tpverify.runtime.ranks import RankGroup
 from tpverify.tree.accept import Accept
 from tpverify.tree.arrays import as_numpy
@@ -47,6 +48,19 @@ class Verified:
 
     out: Tensor
     lse: Tensor
+
+
+@dataclass(frozen=True)
+class DefragReport:
+    """moves: rows that changed slots; bytes: theirs in all layers, on each rank. extents_before, extents_after: in how
+    many runs of consecutive slots the open sequences lie, summed. done: nothing is left to do; else the budget is
+    spent, or a tree, which stays where it is, is in the way."""
+
+    moves: int
+    bytes: int
+    extents_before: int
+    extents_after: int
+    done: bool
 
 
 class VerifyRuntime:
@@ -97,9 +111,11 @@ class VerifyRuntime:
     def _log(self) -> KvLog:
         return self._coordinator.log
 
-    def open(self) -> int:
-        """Number of a new, empty sequence."""
-        return self._log.open()
+    def open(self, tokens: npt.ArrayLike | None = None) -> int:
+        """Number of a new, empty sequence. With the token ids, int [n], of what it is to hold, it starts with those
+        positions that an earlier sequence left (see close); length(seq) says how many, at most n - 1. Append the rest.
+        """
+        return self._log.open(tokens)
 
     def append(self, seq: int, latents: Tensor | np.ndarray) -> None:
         """Commit L further positions. latents: [layers, L, row_dim], or [L, row_dim] with one layer. Drops a tree."""
@@ -124,7 +140,7 @@ class VerifyRuntime:
             got = len(drafts) if isinstance(drafts, Mapping) else type(drafts).__name__
             raise ArgumentError("drafts", f"a mapping of 1 to max_batch={self.cfg.max_batch} sequences", got)
         checked = {seq: self._check(seq, draft) for seq, draft in drafts.items()}
-        self._reserve({seq: len(draft.tree) for seq, draft in drafts.items()})
+        self._log.draft_all({seq: len(draft.tree) for seq, draft in drafts.items()})
 
         requests = []
         for seq, draft in drafts.items():
@@ -158,13 +174,43 @@ class VerifyRuntime:
         """Committed positions."""
         return self._log.length(seq)
 
-    def close(self, seq: int | None = None) -> None:
-        """End a sequence; without one, end the runtime and its ranks. Ending the runtime again does nothing."""
+    def close(self, seq: int | None = None, tokens: npt.ArrayLike | None = None) -> None:
+        """End a sequence; without one, end the runtime and its ranks. Ending the runtime again does nothing.
+
+        tokens: ids, int [n], of the sequence's first committed positions. Their rows are kept, while there is room, for
+        sequences opened with the same ids.
+        """
         if seq is None:
             self._end()
             return
-        self._log.close(seq)
+        self._log.close(seq, tokens)
         self._trees.pop(seq, None)
+
+    def defrag(self, *, max_bytes: int | None = None) -> DefragReport:
+        """Bring the rows of scattered sequences together, moving at most max_bytes on each rank (default: whatever it
+        takes). Outputs do not change by a bit. A rank on which a moved row is not what it was fails."""
+        row_bytes = self._row_bytes()
+        budget = 2**31 - 1
+        if max_bytes is not None:
+            budget = check_int("max_bytes", max_bytes, row_bytes, 2**62) // row_bytes
+        moves, before = 0, self._extents()
+        while moves < budget:
+            moved = self._log.defrag(min(budget - moves, self.cfg.num_slots))
+            if moved.done:
+                break
+            moves += moved.moves
+            self._coordinator.step(Ping())
+        return DefragReport(moves, moves * row_bytes, before, self._extents(), moves < budget)
+
+    def shrink(self, num_slots: int) -> DefragReport:
+        """Move what lies in slots from num_slots on below, and hand none of those out until `shrink` is called with a
+        larger number. What was kept for later sequences goes if there is no room. PoolFull if the rest does not fit."""
+        moves, idle, before = 0, 0, self._extents()
+        while not (moved := self._log.resize(num_slots)).done and idle < 3:
+            moves += moved.moves
+            idle = 0 if moved.moves else idle + 1
+            self._coordinator.step(Ping())
+        return DefragReport(moves, moves * self._row_bytes(), before, self._extents(), moved.done)
 
     def digests(self) -> dict[str | int, str]:
         """Structural digests of the tables, {"driver": hex, 0: hex, ...}: equal when healthy."""
@@ -231,15 +277,11 @@ class VerifyRuntime:
             raise ArgumentError(name, f"[{text}]" + " or without layers" * (expected[0] == 1), tuple(value.shape))
         return tensor.detach(), had_layers
 
-    def _reserve(self, nodes: dict[int, int]) -> None:
-        """Slots for all trees or for none; those of uncommitted trees that they replace count as free."""
-        growth = {seq: count - len(self._log.tree_slots(seq)) for seq, count in nodes.items()}
-        free = self._log.stats()["free"]
-        if sum(growth.values()) > free:
-            free += sum(nodes.values()) - sum(growth.values())
-            raise PoolFull(f"{sum(nodes.values())} slots needed for {len(nodes)} trees, {free} are free")
-        for seq in sorted(nodes, key=growth.__getitem__):  # what shrinks makes room for what grows
-            self._log.draft(seq, nodes[seq])
+    def _row_bytes(self) -> int:
+        return self.cfg.num_layers * self.cfg.geometry.row_dim * self._dtype.itemsize
+
+    def _extents(self) -> int:
+        return sum(self._log.extents().values())
 
     @staticmethod
     def _split(checked: dict[int, tuple[Tensor, Tensor, bool]], out: Tensor, lse: Tensor) -> dict[int, Verified]:
