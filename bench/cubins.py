@@ -11,11 +11,13 @@ import struct
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 CSRC = Path(__file__).parents[1] / "csrc"
 ARCHS = {90: "sm_90", 120: "sm_120"}  # by the second byte of an ELF image's flags
 MACHINE_CUDA = 190
+SOURCES = (".py", ".cu", ".cuh", ".h", ".cc", ".txt")
 # nvcc names the anonymous namespace of a file after a hash of its path.
 ANONYMOUS = re.compile(r"\d+_GLOBAL__N__[0-9a-f]{8}_\d+_\w+?_cu_[0-9a-f]{8}(_\d+)?")
 
@@ -142,11 +144,11 @@ def kinds(lines: list[str]) -> list[str]:
     return found
 
 
-def sources_hash(folder: Path) -> str:
-    """Of all sources below a folder, by relative name."""
+def sources_hash(folder: Path, without: Collection[str] = ()) -> str:
+    """Of all sources below a folder, by relative name, but those entries of it."""
     digest = hashlib.sha256()
-    for path in sorted(
-        path for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".h", ".cc", ".txt")
-    ):
+    for path in sorted(folder.rglob("*")):
+        if path.suffix not in SOURCES or path.relative_to(folder).parts[0] in without:
+            continue
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -24,6 +24,7 @@ RESULTS = ROOT / "bench/results"
 MARKERS = "<!-- measured: {} -->", "<!-- end -->"
 QUOTED = re.compile(r"<!-- measured: ([\w-]+) -->\n(.*?)<!-- end -->", re.S)
 OF_RANKS = re.compile(r"-x\d+$")  # the names of files of several GPUs, which are suite_ranks.py's
+CPU_ONLY = {"csrc": ("host",), "tpverify/ops": ("host.py", "dense.py", "gemm.py", "reference.py")}
 LARGEST_ERROR = 4e-3  # relative, against float64: twice what plain bf16 rounding makes of these shapes
 SECTIONS = {
     "gpu": dict, "toolkit": str, "cubins": dict, "sources": dict, "tests": dict, "sass": dict, "peers": dict,
@@ -51,8 +52,8 @@ def write(found: dict[str, Any], folder: Path, suffix: str = "") -> Path:
 
 
 def sources() -> dict[str, str]:
-    """Hashes of what is launched and of what launches it."""
-    return {name: cubins.sources_hash(ROOT / name) for name in ("csrc", "tpverify/ops")}
+    """Hashes of what is launched and of what launches it, without what only CPUs run."""
+    return {name: cubins.sources_hash(ROOT / name, without) for name, without in CPU_ONLY.items()}
 
 
 def fresh_cubins() -> tuple[str | None, dict[str, dict[str, str]]]:

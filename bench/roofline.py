@@ -23,9 +23,12 @@ RESULTS = Path(__file__).parent / "results"
 TILE_TOKENS = 16
 MMA_FLOP = 2 * 16 * 8 * 16  # of mma.m16n8k16
 SHARED_BYTES_PER_CLK = 128
-WARPS = {"16": {"qk": 2, "pv": 4}, "32": {"qk": 2, "pv": 4}, "64": {"qk": 4, "pv": 8}}  # of a block, by its rows
+WARPS = {"16": {"qk": 2, "pv": 4}, "32": {"qk": 4, "pv": 8}, "64": {"qk": 4, "pv": 8}}  # of a block, by its rows
 # Clocks of the data pipe for what one warp reads or writes at once.
-SHARED_CLK = {"LDSM.4": 4, "LDSM.2": 2, "LDS.128": 4, "LDS.64": 2, "LDS": 1, "STS.128": 4, "STS.64": 2, "STS": 1}
+SHARED_CLK = {
+    "LDSM.4": 4, "LDSM.2": 2, "LDS.128": 4, "LDS.64": 2, "LDS": 1,
+    "STSM.4": 4, "STSM.2": 2, "STS.128": 4, "STS.64": 2, "STS": 1,
+}  # fmt: skip
 LAUNCH_US = 8.0  # of a short prefix on a cold H200, before bandwidth matters
 
 

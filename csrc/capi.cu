@@ -7,6 +7,7 @@
 #include "params.h"
 #include "verify/combine.h"
 #include "verify/flash.h"
+#include "verify/heads.cuh"
 #include "verify/ladder.h"
 #include "verify/planner.h"
 
@@ -139,7 +140,8 @@ VerifyParams params_of(const tpv_verify_run_params& r, int64_t size) {
   p.lse_stride_node = r.lse_stride_node;
   p.scale_log2 = r.softmax_scale * 1.4426950408889634f;
   p.kv_stride_bytes = static_cast<uint32_t>(r.kv_stride_slot * size);
-  p.heads = r.split.heads, p.out_nodes = r.out_nodes;
+  p.heads = r.split.heads, p.heads_reciprocal = heads_reciprocal(p.heads);
+  p.out_nodes = r.out_nodes;
   return p;
 }
 

@@ -43,8 +43,9 @@ struct alignas(16) MergeItem {
 
 struct PlanHeader {
   int32_t num_items, num_merges;
-  int32_t num_nodes;      // of all requests
-  int32_t split_length;   // tiles of 16 tokens in a split, at most
+  int32_t num_nodes;  // of all requests
+  int32_t alone;      // items, the first ones, that are all that their block does; the other blocks share the rest
+  int32_t most_splits;  // of a request
 };
 
 struct VerifyParams {
@@ -64,6 +65,7 @@ struct VerifyParams {
   float scale_log2;                          // softmax_scale * log2(e)
   uint32_t kv_stride_bytes;                  // from slot to slot
   int32_t heads;
+  uint32_t heads_reciprocal;                 // see heads.cuh
   int32_t out_nodes;                         // rows of out and lse, in nodes: those beyond the plan's are cleared
 };
 

@@ -201,7 +201,7 @@ def test_hashes_do_not_depend_on_the_folder_but_on_the_code(tmp_path: Path) -> N
     (name,) = usual["sm_120"]
     assert "plan_kernel" in name and not re.search("_cu_|GLOBAL", name) and usual["sm_90"] == {}
     assert compiled("b/deeper", ("", ""), "-lineinfo") == usual
-    assert compiled("c", ("kItemCost = 4.0f", "kItemCost = 5.0f")) != usual
+    assert compiled("c", ("kItemCost = 10.0f", "kItemCost = 5.0f")) != usual
     assert compiled("d", ("{1, 2, 3, 4,", "{1, 2, 3, 5,")) != usual  # a constant's value, no instruction
 
 
@@ -215,3 +215,17 @@ def test_a_hash_of_sources_sees_names_and_contents(tmp_path: Path) -> None:
     assert len({first, second, third}) == 3
     (tmp_path / "notes.md").write_text("z")
     assert cubins.sources_hash(tmp_path) == third
+
+
+def test_hashes_of_sources_leave_out_what_only_cpus_run(tmp_path: Path) -> None:
+    (tmp_path / "host").mkdir()
+    (tmp_path / "kernel.cu").write_text("int a;")
+    (tmp_path / "host/tree.cc").write_text("int b;")
+    everything, kernels = cubins.sources_hash(tmp_path), cubins.sources_hash(tmp_path, ("host",))
+    (tmp_path / "host/tree.cc").write_text("int c;")
+    assert cubins.sources_hash(tmp_path) != everything
+    assert cubins.sources_hash(tmp_path, ("host",)) == kernels
+    (tmp_path / "kernel.cu").write_text("int d;")
+    assert cubins.sources_hash(tmp_path, ("host",)) != kernels
+    for folder, without in evidence.CPU_ONLY.items():
+        assert all((evidence.ROOT / folder / name).exists() for name in without), folder

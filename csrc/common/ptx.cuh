@@ -3,8 +3,6 @@
 #include <cuda_bf16.h>
 #include <cstdint>
 
-#include "../params.h"
-
 namespace tpv {
 
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
@@ -40,6 +38,24 @@ __device__ __forceinline__ void load_matrix_transposed(uint32_t (&r)[4], uint32_
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 
+// Two matrices: lanes 0-7 address the rows of the first, lanes 8-15 those of the second.
+__device__ __forceinline__ void store_matrix(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
+// Of four matrices, whose rows lanes address as in load_matrix(): here a register is any 4 bytes, and comes back to its lane.
+__device__ __forceinline__ void store_matrix(uint32_t address, const float (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(__float_as_uint(r[0])),
+               "r"(__float_as_uint(r[1])), "r"(__float_as_uint(r[2])), "r"(__float_as_uint(r[3])) : "memory");
+}
+
+__device__ __forceinline__ void load_matrix(float (&r)[4], uint32_t address) {
+  uint32_t word[4];
+  load_matrix(word, address);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) r[i] = __uint_as_float(word[i]);
+}
+
 __device__ __forceinline__ void load_shared(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
@@ -47,15 +63,6 @@ __device__ __forceinline__ void load_shared(uint32_t (&r)[4], uint32_t address) 
 
 __device__ __forceinline__ void load_shared(float (&r)[2], uint32_t address) {
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r[0]), "=f"(r[1]) : "r"(address));
-}
-
-__device__ __forceinline__ void load_shared(float (&r)[4], uint32_t address) {
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3]) : "r"(address));
-}
-
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t a, uint32_t b) {
-  asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
 __device__ __forceinline__ float load_shared_float(uint32_t address) {
@@ -66,10 +73,6 @@ __device__ __forceinline__ float load_shared_float(uint32_t address) {
 
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
-__device__ __forceinline__ void store_shared(uint32_t address, float a, float b, float c, float d) {
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
 __device__ __forceinline__ void store_shared(uint32_t address, float a, float b) {
@@ -90,16 +93,9 @@ __device__ __forceinline__ void store_shared(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
-// Global loads whose place in the program stays: issued together, they cost one round trip.
+// A global load whose place in the program stays: several issued together cost one round trip.
 __device__ __forceinline__ void load_global(uint32_t& value, const int32_t* pointer) {
   asm volatile("ld.global.nc.b32 %0, [%1];" : "+r"(value) : "l"(pointer));  // + so that it is loaded where it stays
-}
-
-__device__ __forceinline__ WorkItem load_item(const WorkItem* item) {
-  int4 a, b;
-  asm volatile("ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w) : "l"(item));
-  asm volatile("ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4+16];" : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w) : "l"(item));
-  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
 __device__ __forceinline__ void prefetch(const void* pointer) { asm volatile("prefetch.global.L1 [%0];" ::"l"(pointer)); }

@@ -6,84 +6,95 @@
 
 #include <cmath>
 
+#include "../common/ptx.cuh"
 #include "combine.h"
+#include "heads.cuh"
 #include "partial.cuh"
 
 namespace tpv {
 namespace {
 
-constexpr int kWarps = 8;    // of a block
-constexpr int kFew = 16;     // up to this many splits one warp merges alone; the order of sums depends on their number only
-constexpr int kUnroll = 8;
+constexpr int kWarps = 8;   // of a block
+constexpr int kBlocks = 4;  // of a multiprocessor, and in all: no block waits until another one has ended
+constexpr int kLoads = 9;   // splits that a warp asks for at once
+constexpr int kParts = 8, kPartDims = kLatent / kParts;  // of a row
 
+// So many warps share a merge's splits: no more than it takes to ask for all of them at once. The order of sums depends on the
+// number of splits only.
+__device__ int team_of(int splits) { return splits <= kLoads ? 1 : splits <= 2 * kLoads ? 2 : splits <= 4 * kLoads ? 4 : kWarps; }
+
+// What weights are relative to, in log2 units: a finite number.
+__device__ float base_of(float top) { return top == -INFINITY ? 0.0f : top; }
+
+// Four values of a row, times 2^-top.
 struct Merged {
   float4 sum;
-  float denominator;
+  float denominator, top;
+
+  __device__ void rebase(float top) {
+    const float factor = exp2_approx(this->top - base_of(top));
+    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
+    denominator *= factor, this->top = top;
+  }
+  __device__ void add(float weight, const float4& value, float denominator) {
+    sum.x = fmaf(weight, value.x, sum.x), sum.y = fmaf(weight, value.y, sum.y);
+    sum.z = fmaf(weight, value.z, sum.z), sum.w = fmaf(weight, value.w, sum.w);
+    this->denominator = fmaf(weight, denominator, this->denominator);
+  }
 };
 
-// One slice of one row, on one warp at a time: four dims a lane, as partial_offset() has them.
+// One part of two rows: of each split four times 128 bytes, see partial_offset(). Lanes 8 s to 8 s + 3 have a step of the first
+// row, lanes 8 s + 4 to 8 s + 7 of the second.
 template <int ROWS>
 struct Unit {
   const VerifyParams& p;
   const MergeItem merge;
-  const int local, slice, lane;  // row of the tile, slice of the row
+  const int first_row, part, lane;  // of the tile; of the row
 
-  __device__ int row() const { return merge.row_tile * ROWS + local; }
-  __device__ bool exists() const { return row() < merge.nodes * p.heads; }
-  __device__ const float* lse() const { return p.partial_lse + (int64_t)merge.first * ROWS + local; }
-  __device__ const float4* out() const {
-    return reinterpret_cast<const float4*>(p.partial_out) + (int64_t)merge.first * ROWS * (kLatent / 4) +
-           partial_offset(local, slice, lane / 4, lane % 4);
-  }
+  __device__ int row_of_tile() const { return first_row + lane / 4 % 2; }
 
-  // What weights are relative to.
-  __device__ float reference() const {
-    float top = -INFINITY;
-    for (int i = lane; i < merge.count; i += 32) top = fmaxf(top, lse()[(int64_t)i * ROWS]);
-    for (int offset = 16; offset; offset /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
-    return top == -INFINITY ? 0.0f : top;
-  }
-
-  // Splits first, first + STEP, ... and, in `reference`, what their weights are relative to.
-  template <int STEP>
-  __device__ Merged merge_splits(int first, float& reference) const {
-    Merged m = {};
-    bool known = false;
-    for (; first < merge.count; first += STEP * kUnroll) {
-      const float* const lses = lse() + (int64_t)first * ROWS;
-      const float4* const outs = out() + (int64_t)first * ROWS * (kLatent / 4);
-      float weight[kUnroll];
-      float4 value[kUnroll];
+  // Splits first, first + stride, ...
+  __device__ Merged merge_splits(int first, int stride) const {
+    const int64_t begin = merge.first + first;
+    const float* lse = p.partial_lse + begin * ROWS + row_of_tile();
+    const float4* out = reinterpret_cast<const float4*>(p.partial_out) + begin * ROWS * (kLatent / 4) +
+                        partial_offset(row_of_tile(), part / 2, part % 2 * 4 + lane / 8, lane % 4);
+    Merged m = {{}, 0.0f, -INFINITY};
+    for (int left = merge.count - first; left > 0; left -= stride * kLoads) {
+      float weight[kLoads];
+      float4 value[kLoads];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const bool there = first + u * STEP < merge.count;
-        weight[u] = there ? lses[u * STEP * ROWS] : -INFINITY;
-        value[u] = there ? outs[u * STEP * ROWS * (kLatent / 4)] : float4{};
+      for (int i = 0; i < kLoads; ++i) {
+        weight[i] = -INFINITY, value[i] = {};
+        if (i * stride < left) weight[i] = *lse, value[i] = *out;
+        lse += stride * ROWS, out += stride * ROWS * (kLatent / 4);
       }
-      if (!known) reference = this->reference(), known = true;  // its loads and those above fly together
+      float top = m.top;
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const float w = exp2f(weight[u] - reference);
-        m.sum.x = fmaf(w, value[u].x, m.sum.x), m.sum.y = fmaf(w, value[u].y, m.sum.y);
-        m.sum.z = fmaf(w, value[u].z, m.sum.z), m.sum.w = fmaf(w, value[u].w, m.sum.w);
-        m.denominator += w;
-      }
+      for (int i = 0; i < kLoads; ++i) top = fmaxf(top, weight[i]);
+      m.rebase(top);
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) m.add(exp2_approx(weight[i] - base_of(top)), value[i], 1.0f);
     }
     return m;
   }
 
-  __device__ void write(const Merged& m, float reference) const {
+  __device__ void write(const Merged& m) const {
     const bool seen = m.denominator > 0.0f || m.denominator != m.denominator;
-    const float inverse = seen ? 1.0f / m.denominator : 0.0f;
-    const int64_t node = merge.node_begin + row() / p.heads;
-    const int head = row() % p.heads;
-    const __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(m.sum.x * inverse, m.sum.y * inverse),
-                                     __floats2bfloat162_rn(m.sum.z * inverse, m.sum.w * inverse)};
-    __nv_bfloat16* target = static_cast<__nv_bfloat16*>(p.out) + node * p.out_stride_node + head * p.out_stride_head;
-    auto* const first = reinterpret_cast<__nv_bfloat162*>(target + slice * kSlice + lane / 4 * 16 + lane % 4 * 2);
-    first[0] = pairs[0], first[4] = pairs[1];
-    if (slice == 0 && lane == 0)
-      p.lse[node * p.lse_stride_node + head] = seen ? (reference + log2f(m.denominator)) * 0.69314718055994531f : -INFINITY;
+    const float inverse = seen ? reciprocal_approx(m.denominator) : 0.0f;
+    // Lane q of a row has dims 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of a step. Neighbours swap two of them, so that each stores
+    // four that lie together and a row's four lanes 32 bytes.
+    const uint32_t low = pack_bf16(m.sum.x * inverse, m.sum.y * inverse), high = pack_bf16(m.sum.z * inverse, m.sum.w * inverse);
+    const uint32_t other = __shfl_xor_sync(~0u, lane % 2 ? low : high, 1);
+    const int row = merge.row_tile * ROWS + row_of_tile();
+    if (row >= merge.nodes * p.heads) return;
+    const int own_node = node_of(p, row), head = row - own_node * p.heads;
+    const int64_t node = merge.node_begin + own_node;
+    const int dim = part * kPartDims + lane / 8 * 16 + lane % 2 * 8 + lane / 2 % 2 * 4;
+    __nv_bfloat16* const target = static_cast<__nv_bfloat16*>(p.out) + node * p.out_stride_node + head * p.out_stride_head + dim;
+    *reinterpret_cast<uint2*>(target) = lane % 2 ? uint2{other, high} : uint2{low, other};
+    if (part == 0 && lane < 8 && lane % 4 == 0)
+      p.lse[node * p.lse_stride_node + head] = seen ? (m.top + log2f(m.denominator)) * 0.69314718055994531f : -INFINITY;
   }
 };
 
@@ -99,39 +110,37 @@ __device__ void clear_padding(const VerifyParams& p) {
 }
 
 template <int ROWS>
-__global__ void __launch_bounds__(32 * kWarps, 3) combine_kernel(const __grid_constant__ VerifyParams p) {
-  __shared__ float4 sums[kWarps][32];
-  __shared__ float denominators[kWarps];
-  constexpr int kUnits = ROWS * kSlices;  // of a merge item
+__global__ void __launch_bounds__(32 * kWarps, kBlocks) combine_kernel(const __grid_constant__ VerifyParams p) {
+  __shared__ Merged others[kWarps][32];
+  constexpr int kUnits = ROWS / 2 * kParts;  // of a merge item
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   clear_padding(p);
-  for (int i = blockIdx.x; i < p.header->num_merges * kUnits; i += gridDim.x) {
-    const MergeItem merge = p.merges[i / kUnits];
-    const bool alone = merge.count <= kFew;
-    const int index = alone ? i % kUnits * kWarps + warp : i % kUnits;
-    if (index >= kUnits) continue;  // with few splits the first eighth of a merge's turns does it all
-    const Unit<ROWS> unit{p, merge, index / kSlices, index % kSlices, lane};
-    if (!unit.exists()) continue;
+  const int turns = kUnits / kWarps * team_of(p.header->most_splits);  // that a merge may take
+  for (int i = blockIdx.x; i < p.header->num_merges * turns; i += gridDim.x) {
+    const MergeItem merge = p.merges[i / turns];
+    const int team = team_of(merge.count), member = warp % team;
+    const int index = i % turns * (kWarps / team) + warp / team;
+    const int first_row = index / kParts * 2;
+    // For all of a block at once: its units are of the same two rows. Small teams are done with a merge in its first turns.
+    if (index >= kUnits || merge.row_tile * ROWS + first_row >= merge.nodes * p.heads) continue;
+    const Unit<ROWS> unit{p, merge, first_row, index % kParts, lane};
     cudaGridDependencySynchronize();
-    float reference = 0.0f;
-    if (alone) {
-      const Merged merged = unit.template merge_splits<1>(0, reference);
-      unit.write(merged, reference);
-      continue;
-    }
-    Merged merged = unit.template merge_splits<kWarps>(warp, reference);
-    sums[warp][lane] = merged.sum;
-    if (lane == 0) denominators[warp] = merged.denominator;
-    __syncthreads();
-    if (warp == 0) {
-      for (int w = 1; w < kWarps; ++w) {
-        const float4 other = sums[w][lane];
-        merged.sum.x += other.x, merged.sum.y += other.y, merged.sum.z += other.z, merged.sum.w += other.w;
-        merged.denominator += denominators[w];
+    Merged merged = unit.merge_splits(member, team);
+    if (team > 1) {
+      others[warp][lane] = merged;
+      __syncthreads();
+      if (member == 0) {
+        float top = -INFINITY;
+        for (int w = 0; w < team; ++w) top = fmaxf(top, others[warp + w][lane].top);
+        merged = {{}, 0.0f, top};
+        for (int w = 0; w < team; ++w) {
+          const Merged& one = others[warp + w][lane];
+          merged.add(exp2_approx(one.top - base_of(top)), one.sum, one.denominator);
+        }
       }
-      unit.write(merged, reference);
+      __syncthreads();
     }
-    __syncthreads();
+    if (member == 0) unit.write(merged);
   }
   cudaGridDependencySynchronize();  // whoever comes after this kernel may rely on the flash kernel's end
 }
@@ -142,7 +151,7 @@ cudaError_t launch(const VerifyParams& params, int multiprocessors, cudaStream_t
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = 8 * multiprocessors, config.blockDim = 32 * kWarps;
+  config.gridDim = kBlocks * multiprocessors, config.blockDim = 32 * kWarps;
   config.stream = stream, config.attrs = &early, config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, combine_kernel<ROWS>, params);
 }

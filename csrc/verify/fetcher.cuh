@@ -18,15 +18,18 @@ struct Fetcher {
 
   __device__ Fetcher(const FlashBlock<T>& block, int warp)
       : block(block), first_row(warp * T::kCopyRows), index(blockIdx.x) {
-    open();
+    // One load brings the item's first words and, in the other lanes, the number of items: ptxas would put a load of the item
+    // behind the branch, a second cold round trip. Beyond the last item it reads what lies there, and drops it.
+    const int32_t* const item_words = &block.p.items[index].slots;
+    const int32_t word = __ldg(block.lane < 2 ? item_words + block.lane : &block.p.header->num_items);
+    WorkItem item = {};
+    item.slots = __shfl_sync(~0u, word, 0), item.tokens = __shfl_sync(~0u, word, 1);
+    open(__shfl_sync(~0u, word, 2), item);
   }
 
-  __device__ void open() {
-    uint32_t items;
-    load_global(items, &block.p.header->num_items);
-    const WorkItem item = load_item(block.p.items + index);  // at once with the header: there is one, or room for it
+  __device__ void open(int items, const WorkItem& item) {
     if (index >= uniform(items)) {
-      index = INT32_MAX;
+      index = kNoItem;
       return;
     }
     tile = -T::kQueryTiles;
@@ -52,9 +55,9 @@ struct Fetcher {
   }
 
   // Rows beyond the last repeat it; nothing of them is stored.
-  __device__ uint64_t row_of_queries(const WorkItem& item, int r) const {
+  __device__ uint64_t row_of_queries(const WorkItem& item, int tile, int r) const {
     const int row = min(item.row_tile * T::kRows + (tile + T::kQueryTiles) * 16 + first_row + r, item.nodes * block.p.heads - 1);
-    const int node = row / block.p.heads, head = row - node * block.p.heads;
+    const int node = node_of(block.p, row), head = row - node * block.p.heads;
     return reinterpret_cast<uint64_t>(block.p.q) +
            ((item.node_begin + node) * block.p.q_stride_node + head * block.p.q_stride_head) * 2;
   }
@@ -70,6 +73,24 @@ struct Fetcher {
     return s;
   }
 
+  // A block's first kSlots - 1 tiles, before any tile is done. Queries come as in next(), but without what cannot be yet: the
+  // instructions are as cold as the data.
+  __device__ void start() {
+    constexpr int kFirst = T::kQueryTiles < T::kSlots ? T::kQueryTiles : T::kSlots - 1;
+    if (index == kNoItem) return;
+    const uint64_t address =
+        row_of_queries(block.item(index), tile + block.lane / T::kCopyRows, block.lane % T::kCopyRows);
+#pragma unroll
+    for (int t = 0; t < kFirst; ++t) {
+      uint64_t source[T::kCopyRows];
+#pragma unroll
+      for (int r = 0; r < T::kCopyRows; ++r) source[r] = __shfl_sync(~0u, address, t * T::kCopyRows + r);
+      copy_rows<T::kCopyRows, T::kPitch>(block.tile(t) + first_row * T::kPitch, source, kRow * 2, block.full(t));
+    }
+    tile += kFirst;
+    for (int t = kFirst; t < T::kSlots - 1; ++t) next(t - (T::kSlots - 1));
+  }
+
   // A tile of tokens that is whole and not its item's last.
   __device__ void next_whole(const Slots& slots, uint32_t done) {
     const uint32_t count = done + T::kSlots - 1;
@@ -83,7 +104,7 @@ struct Fetcher {
 
   // Any tile; nothing after the last.
   __device__ void next(uint32_t done) {
-    if (index == INT32_MAX) return;
+    if (index == kNoItem) return;
     const uint32_t count = done + T::kSlots - 1;
     const WorkItem item = block.item(index);
     barrier_wait(block.empty(count), block.tile_parity(count) ^ 1);
@@ -97,15 +118,15 @@ struct Fetcher {
     if (block.lane == 0) barrier_arrive_expect(full, valid * kRow * 2);
     __syncwarp();
     const int own = block.lane % T::kCopyRows;
-    const uint64_t address = tile < 0 ? row_of_queries(item, own) : row_of_pool(slot_of(own));
+    const uint64_t address = tile < 0 ? row_of_queries(item, tile, own) : row_of_pool(slot_of(own));
 #pragma unroll
     for (int r = 0; r < T::kCopyRows; ++r) {
       const uint64_t source = __shfl_sync(~0u, address, r);
       if (r < valid) copy_row(destination + r * T::kPitch, source, kRow * 2, full);
     }
     if (++tile == block.tiles_of(item)) {
-      index += gridDim.x;
-      open();
+      index += block.stride();
+      open(__ldg(&block.p.header->num_items), block.item(index));
     } else if (tile > 0 && tile % kBatch == 0) {
       turn();
     }

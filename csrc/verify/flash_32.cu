@@ -3,5 +3,5 @@
 #include "flash_kernel.cuh"
 
 cudaError_t tpv::launch_flash_32(const VerifyParams& params, int blocks, cudaStream_t stream) {
-  return launch_flash<1, 2>(params, blocks, stream);
+  return launch_flash<2, 1>(params, blocks, stream);
 }

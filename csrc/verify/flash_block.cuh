@@ -2,8 +2,11 @@
 #pragma once
 #include "../common/ptx.cuh"
 #include "flash_traits.h"
+#include "heads.cuh"
 
 namespace tpv {
+
+constexpr int kNoItem = 1 << 30;  // beyond any, and twice that is a number still
 
 // `count` numbers the tiles that went through the ring, `step` those of them that are tokens.
 template <class T>
@@ -13,6 +16,11 @@ struct FlashBlock {
   const int lane;
 
   __device__ int items() const { return uniform(__ldg(&p.header->num_items)); }
+  // From a block's item to its next one.
+  __device__ int stride() const {
+    const int alone = __ldg(&p.header->alone);
+    return uniform(blockIdx.x < alone ? kNoItem : gridDim.x - alone);
+  }
 
   __device__ uint32_t tile(uint32_t count) const { return smem + count % T::kSlots * T::kTileBytes; }
   // A QK warp's own: its scores and what it keeps of Q, 16 bytes of this lane at a time.

@@ -25,9 +25,9 @@ struct PvWarp : FlashBlock<T> {
 
   __device__ void run() {
     Fetcher<T> fetcher(*this, group * 4 + quarter);
-    for (uint32_t i = 0; i < T::kSlots - 1; ++i) fetcher.next(i - (T::kSlots - 1));
+    fetcher.start();
     uint32_t count = 0, step = 0;
-    for (int i = blockIdx.x; i < this->items(); i += gridDim.x) {
+    for (int i = blockIdx.x; i < this->items(); i += this->stride()) {
       for (int t = 0; t < T::kQueryTiles; ++t) {
         this->arrive(this->empty(count));
         fetcher.next(count++);
@@ -62,6 +62,8 @@ struct PvWarp : FlashBlock<T> {
   __device__ uint32_t maxima(int m) const {
     return this->smem + T::kMaximumOffset + ((group * 4 + quarter) * MT + m) * 64 + this->lane / 4 * 8;
   }
+  // P of 16 rows x 16 tokens as four matrices of 8 x 8, in the order of an A fragment's registers: a warp's share is two of
+  // them, 256 B without a gap. (As lanes hold it, its halves of 16 B a lane would lie in every other pair of banks.)
   __device__ uint32_t probs(uint32_t step, int m) const {
     return this->smem + T::kProbOffset + step % 2 * T::kProbBytes + (group * MT + m) * 512 + this->lane * 16;
   }
@@ -71,39 +73,42 @@ struct PvWarp : FlashBlock<T> {
   __device__ void load_scores(float (&score)[4], int m, int n) const {
     const uint32_t half = this->scores(group * 2) + (m * 2 + n) * 512;
     float other[4];
-    load_shared(score, half);
-    load_shared(other, half + T::kQkBytes);
+    load_matrix(score, half);
+    load_matrix(other, half + T::kQkBytes);
 #pragma unroll
     for (int r = 0; r < 4; ++r) score[r] += other[r];
   }
 
-  // This warp's share of P, in bf16, relative to the running maxima. Returns whether a score exceeds one.
-  __device__ bool share(uint32_t (&pair)[2], uint32_t step) const {
-    float score[4];
-    load_scores(score, own_m(), own_n());
+  // This warp's share of P, in bf16, of its raw scores relative to the running maxima. Returns whether a score exceeds one.
+  __device__ bool share(uint32_t (&pair)[2], float (&score)[4], uint32_t step) const {
 #pragma unroll
     for (int r = 0; r < 4; ++r) score[r] = fmaf(score[r], this->p.scale_log2, -maximum[r / 2]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) pair[r] = pack_bf16(exp2_approx(score[2 * r]), exp2_approx(score[2 * r + 1]));
-    store_shared(probs(step, own_m()) + own_n() * 8, pair[0], pair[1]);
+    store_matrix(probs(step, own_m()) + own_n() * 256, pair[0], pair[1]);
     return fmaxf(fmaxf(score[0], score[1]), fmaxf(score[2], score[3])) > kLazy;
   }
 
   // TREE: the tile holds tokens that only some rows see. WHOLE: the tile to fetch is whole and not its item's last.
   template <bool TREE, bool WHOLE>
   __device__ void advance(Fetcher<T>& fetcher, uint32_t count, uint32_t step) {
-    barrier_wait(this->scores_full(group), step & 1);
-    uint32_t pair[2] = {};
-    if (shares_softmax() && share(pair, step)) store_shared(this->exceeds(group, step), step);
-    // Lanes 0-15 address tokens 0-15, lanes 16-31 the same tokens 8 dims on. The QK warps have seen the tile arrive.
-    const uint32_t v = this->tile(count) + this->lane % 16 * T::kPitch + this->lane / 16 * 16 + quarter * kSlice * 2;
+    // V before the scores are there, for after them P would queue behind it. Lanes 0-15 address tokens 0-15, lanes 16-31 the
+    // same tokens 8 dims on.
+    barrier_wait(this->full(count), this->tile_parity(count));
+    const int lane = opaque(this->lane);  // the thread index would be read again
+    const uint32_t v = this->tile(count) + lane % 16 * T::kPitch + lane / 16 * 16 + quarter * kSlice * 2;
     uint32_t b[3][4], prob[MT][4];
     load_matrix_transposed(b[0], v);
     load_matrix_transposed(b[1], v + 32);
+    barrier_wait(this->scores_full(group), step & 1);
+    float score[4];
+    if (shares_softmax()) load_scores(score, own_m(), own_n());
+    uint32_t pair[2] = {};
+    if (shares_softmax() && share(pair, score, step)) store_shared(this->exceeds(group, step), step);
     meet();
     const auto load_probs = [&] {
 #pragma unroll
-      for (int m = 0; m < MT; ++m) load_shared(prob[m], probs(step, m));
+      for (int m = 0; m < MT; ++m) load_matrix(prob[m], probs(step, m));
     };
     const uint32_t exceeding = load_shared_word(this->exceeds(group, step));
     load_probs();  // at once, so that one latency is paid; thrown away if other warps are just making P again
@@ -164,7 +169,11 @@ struct PvWarp : FlashBlock<T> {
 #pragma unroll
         for (int r = 0; r < 4; ++r) out[m][n][r] *= factor[r / 2];
     }
-    if (shares_softmax()) share(pair, step);
+    if (shares_softmax()) {
+      float score[4];
+      load_scores(score, own_m(), own_n());
+      share(pair, score, step);
+    }
     meet();
   }
 

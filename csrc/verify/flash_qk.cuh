@@ -26,7 +26,7 @@ struct QkWarp : FlashBlock<T> {
 
   __device__ void run() {
     uint32_t count = 0, step = 0;
-    for (int i = blockIdx.x; i < this->items(); i += gridDim.x) {
+    for (int i = blockIdx.x; i < this->items(); i += this->stride()) {
       prefetch_words(this->item(i));
       load_q(count);
       count += T::kQueryTiles;
@@ -111,7 +111,7 @@ struct QkWarp : FlashBlock<T> {
     for (int s = 0; s < T::kSteps; ++s) {
       if (s + kAhead < T::kSteps) load_k(b, k, s + kAhead);
       if (s + kAhead < T::kSteps && is_spilled(s + kAhead)) load_spilled(spill, s + kAhead);
-      if (!TREE && s == T::kSteps - 6) {
+      if (!TREE && s == T::kSteps - 8) {
         room = barrier_ready(this->scores_empty(group), (step & 1) ^ 1);
         if (kEarlyLoads) next_ready = barrier_ready(this->full(count + 1), this->tile_parity(count + 1));
       }
@@ -138,7 +138,7 @@ struct QkWarp : FlashBlock<T> {
     for (int m = 0; m < MT; ++m)
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        store_shared(own_scores() + (m * 2 + n) * 512, score[m][n][0], score[m][n][1], score[m][n][2], score[m][n][3]);
+        store_matrix(own_scores() + (m * 2 + n) * 512, score[m][n]);
     this->arrive(this->scores_full(group));
     return kEarlyLoads && next_ready;
   }

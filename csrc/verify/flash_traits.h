@@ -20,19 +20,19 @@ struct FlashTraits {
   static constexpr int kCopyRows = 16 / kPvWarps;        // rows of a tile that each PV warp fetches
 
   static constexpr int kSteps = kRow / 16 / 2;           // k-steps of 16 dims in half a row
-  static constexpr int kSpilledSteps = GROUPS == 2 ? 3 : 0;  // of these, steps whose Q fragments live in shared memory
+  static constexpr int kSpilledSteps = GROUPS * MT == 4 ? 3 : 0;  // of these, steps whose Q fragments live in shared memory
   static constexpr int kHeldSteps = kSteps - kSpilledSteps;
 
   // 16 bytes more than a row: eight consecutive rows then start in different banks.
   static constexpr int kPitch = kRow * 2 + 16;
   static constexpr int kTileBytes = 16 * kPitch;
-  static constexpr int kSlots = 4;
+  static constexpr int kSlots = kRows == 16 ? 5 : 4;  // a short chain of products leaves more of the time to the copies
 
-  // Of each QK warp: [fragment][lane] float4 scores of 16 MT rows x 16 tokens, then [spilled step][m tile][lane] uint4 of Q.
+  // Of each QK warp: [fragment][register][lane] scores of 16 MT rows x 16 tokens, then [spilled step][m tile][lane] uint4 of Q.
   static constexpr int kScoreBytes = MT * 1024;
   static constexpr int kQkBytes = kScoreBytes + kSpilledSteps * MT * 512;
   static constexpr int kQkOffset = kSlots * kTileBytes;
-  static constexpr int kProbOffset = kQkOffset + kQkWarps * kQkBytes;  // [buffer][m tile][lane] uint4
+  static constexpr int kProbOffset = kQkOffset + kQkWarps * kQkBytes;  // [buffer][m tile][8 tokens][row] uint4
   static constexpr int kProbBytes = GROUPS * MT * 512;
   static constexpr int kSumOffset = kProbOffset + 2 * kProbBytes;      // [m tile][8 tokens][row of it]
   static constexpr int kMaximumOffset = kSumOffset + GROUPS * MT * 128;  // [PV warp][m tile][row % 8][row / 8] float

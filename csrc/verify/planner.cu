@@ -2,8 +2,10 @@
 // replays it for other lengths.
 //
 // Every request is cut into splits of at most C tiles of 16 tokens. C is what minimises a simple cost: waves of blocks, each
-// as long as the longest split. The cost counts row tiles of split_heads heads, whatever the number of local heads, so that
-// split boundaries, and with them the bits, are the same at every tp.
+// as long as the longest split. Splits are as even as they can be, or all of C tiles but a request's last one. In the second
+// way one wave can take all blocks: 128 splits of C tiles have a block each, and the 4 that are left share the remainders.
+// The cost counts row tiles of split_heads heads, whatever the number of local heads, so that split boundaries, and with
+// them the bits, are the same at every tp.
 //
 // One block does it all, and the tables may be cold: each is read once, all at the same time.
 #include <cuda_runtime.h>
@@ -17,18 +19,26 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;  // each tries another number of blocks
 constexpr int kMaxBatch = 4096;
 __constant__ int kEighthWaves[kWarps] = {1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 22, 8 * kMaxWaves};
-constexpr float kItemCost = 4.0f, kPartialCost = 0.02f;  // in tiles: of starting an item, of writing and merging a partial
+constexpr float kItemCost = 10.0f, kPartialCost = 0.02f;  // in tiles: of starting an item, of writing and merging a partial
+constexpr float kSplitCost = 0.03f;  // and of one more split of the longest request, whose rows are merged one split after another
 
 __device__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
 // A request as items are made of it.
 struct Piece {
   int items_end;  // items of this one and of those before it
+  int whole_end;  // of these, those of full length
   int prefix, nodes, slot_begin, node_begin, word_begin, row_tiles, splits;
 };
 
+// How requests are cut: into splits as even as they can be, of at most `length` tiles, or into whole ones and a remainder.
+struct Cut {
+  int length;
+  bool whole;
+};
+
 __device__ Piece piece_of(const PlanInput& in, int request, int prefix, int nodes) {
-  return {0, prefix, nodes, in.table.slot_begin[request], in.table.node_begin[request], in.table.word_begin[request], 0, 0};
+  return {0, 0, prefix, nodes, in.table.slot_begin[request], in.table.node_begin[request], in.table.word_begin[request], 0, 0};
 }
 
 struct Shared {
@@ -36,8 +46,8 @@ struct Shared {
   uint16_t rows[kMaxBatch];  // row tiles that the cost counts
   Piece piece[kThreads];
   float cost[kWarps];
-  int length[kWarps];
-  int items[kWarps], merges[kWarps];  // of each warp's requests
+  Cut cut[kWarps];
+  int items[kWarps], whole[kWarps], merges[kWarps];  // of each warp's requests
   int longest, total_rows, total_nodes;
   float work;                // row tiles x tiles
 };
@@ -62,18 +72,43 @@ __device__ int shortest_length(const Shared& s, int batch, int budget, int lane)
   return low;
 }
 
-__device__ int choose_length(Shared& s, const PlanInput& in, int warp, int lane) {
-  const int length = shortest_length(s, in.batch, max(1, in.blocks * kEighthWaves[warp] / 8), lane);
-  const int blocks = blocks_at(s, in.batch, length, lane);
-  if (lane == 0) {
-    s.length[warp] = length;
-    s.cost[warp] = divide_up(blocks, in.blocks) * (length + kItemCost) + blocks * kPartialCost;
+__device__ float even_cost(const Shared& s, const PlanInput& in, int length, int lane) {
+  const int items = blocks_at(s, in.batch, length, lane);
+  return divide_up(items, in.blocks) * (length + kItemCost) + items * kPartialCost +
+         divide_up(s.longest, length) * kSplitCost;
+}
+
+// Infinite if the splits of full length leave no block for the others.
+__device__ float whole_cost(const Shared& s, const PlanInput& in, int length, int lane) {
+  int whole = 0, others = 0, longest_other = 0;
+  for (int request = lane; request < in.batch; request += 32) {
+    const int tiles = s.tiles[request] / length, other = s.tiles[request] - tiles * length;
+    whole += s.rows[request] * tiles;
+    if (other > 0) others += s.rows[request];
+    longest_other = max(longest_other, other);
   }
+  whole = __reduce_add_sync(~0u, whole), others = __reduce_add_sync(~0u, others);
+  longest_other = __reduce_max_sync(~0u, longest_other);
+  if (whole == 0 || whole >= in.blocks) return INFINITY;
+  const float shared = divide_up(others, in.blocks - whole) * (longest_other + kItemCost);
+  return fmaxf(length + kItemCost, shared) + (whole + others) * kPartialCost + divide_up(s.longest, length) * kSplitCost;
+}
+
+__device__ Cut choose_cut(Shared& s, const PlanInput& in, int warp, int lane) {
+  const int even = shortest_length(s, in.batch, max(1, in.blocks * kEighthWaves[warp] / 8), lane);
+  float cost = even_cost(s, in, even, lane);
+  Cut cut = {even, false};
+  const int whole = max(1, static_cast<int>(s.work / in.blocks)) + warp;
+  if (in.batch <= kThreads && s.total_rows < in.blocks) {
+    const float other = whole_cost(s, in, whole, lane);
+    if (other < cost) cost = other, cut = {whole, true};
+  }
+  if (lane == 0) s.cost[warp] = cost, s.cut[warp] = cut;
   __syncthreads();
   int best = 0;
   for (int w = 1; w < kWarps; ++w)
     if (s.cost[w] < s.cost[best]) best = w;
-  return s.length[best];
+  return s.cut[best];
 }
 
 __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PlanInput in) {
@@ -101,10 +136,11 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
     }
   }
   __syncthreads();
-  const int length = in.fixed_length > 0 ? in.fixed_length : choose_length(s, in, warp, lane);
+  const Cut cut = in.fixed_length > 0 ? Cut{in.fixed_length, false} : choose_cut(s, in, warp, lane);
 
   // Items request by request; row tiles of one split side by side, so that blocks that read the same tokens run together.
-  int items = 0, merges = 0;
+  // Remainders come after all whole splits. (Where there are such, all requests are in one turn of this loop.)
+  int items = 0, merges = 0, alone = 0;
   for (int start = 0; start < in.batch; start += kThreads) {
     const int request = start + threadIdx.x;
     if (start > 0) {
@@ -113,21 +149,23 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
     }
     if (piece.nodes > 0) {
       piece.row_tiles = divide_up(piece.nodes * in.heads, in.tile_rows);
-      piece.splits = divide_up(s.tiles[request], length);
+      piece.splits = divide_up(s.tiles[request], cut.length);
     }
     int items_end = piece.row_tiles * piece.splits, merges_end = piece.row_tiles;
+    int whole_end = cut.whole && piece.nodes > 0 ? piece.row_tiles * (s.tiles[request] / cut.length) : items_end;
     for (int offset = 1; offset < 32; offset *= 2) {
       const int a = __shfl_up_sync(~0u, items_end, offset), b = __shfl_up_sync(~0u, merges_end, offset);
-      if (lane >= offset) items_end += a, merges_end += b;
+      const int c = __shfl_up_sync(~0u, whole_end, offset);
+      if (lane >= offset) items_end += a, merges_end += b, whole_end += c;
     }
-    if (lane == 31) s.items[warp] = items_end, s.merges[warp] = merges_end;
+    if (lane == 31) s.items[warp] = items_end, s.merges[warp] = merges_end, s.whole[warp] = whole_end;
     __syncthreads();
-    int chunk_items = 0, chunk_merges = 0;
+    int chunk_items = 0, chunk_merges = 0, chunk_whole = 0;
     for (int w = 0; w < kWarps; ++w) {
-      if (w == warp) items_end += chunk_items, merges_end += chunk_merges;
-      chunk_items += s.items[w], chunk_merges += s.merges[w];
+      if (w == warp) items_end += chunk_items, merges_end += chunk_merges, whole_end += chunk_whole;
+      chunk_items += s.items[w], chunk_merges += s.merges[w], chunk_whole += s.whole[w];
     }
-    piece.items_end = items_end;
+    piece.items_end = items_end, piece.whole_end = whole_end;
     s.piece[threadIdx.x] = piece;
     for (int i = 0; i < piece.row_tiles; ++i)
       in.merges[merges + merges_end - piece.row_tiles + i] = {
@@ -143,15 +181,26 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
       const Piece& p = s.piece[low];
       const int own = i - (p.items_end - p.row_tiles * p.splits), split = own / p.row_tiles, row_tile = own % p.row_tiles;
       const int tokens = p.prefix + p.nodes, all_tiles = divide_up(tokens, 16);
-      const int begin = all_tiles * split / p.splits * 16, end = min(all_tiles * (split + 1) / p.splits * 16, tokens);
+      const auto tiles_before = [&](int split) {
+        return cut.whole ? min(split * cut.length, all_tiles) : all_tiles * split / p.splits;
+      };
+      const int begin = tiles_before(split) * 16, end = min(tiles_before(split + 1) * 16, tokens);
       const int partial = items + i - own + row_tile * p.splits + split;
-      in.items[items + i] = {p.slot_begin + begin, end - begin, p.prefix - begin, row_tile, p.nodes, p.node_begin,
-                             p.word_begin, partial};
+      int place = i;
+      if (cut.whole) {
+        const bool whole = (split + 1) * cut.length <= all_tiles;
+        const int others_end = p.items_end - p.whole_end;
+        place = whole ? i - (others_end - (p.splits * cut.length > all_tiles ? p.row_tiles : 0))
+                      : chunk_whole + others_end - p.row_tiles + row_tile;
+      }
+      in.items[items + place] = {p.slot_begin + begin, end - begin, p.prefix - begin, row_tile, p.nodes, p.node_begin,
+                                 p.word_begin, partial};
     }
+    if (cut.whole && chunk_whole < in.blocks) alone = chunk_whole;
     items += chunk_items, merges += chunk_merges;
     __syncthreads();
   }
-  if (threadIdx.x == 0) *in.header = {items, merges, s.total_nodes, length};
+  if (threadIdx.x == 0) *in.header = {items, merges, s.total_nodes, alone, divide_up(s.longest, cut.length)};
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(missing is not None, reason=f"
 
 CSRC = Path(__file__).parents[2] / "csrc"
 MULTIPROCESSORS = (132, 188)  # H200, RTX PRO 6000
-ITEM_COST = 4.0  # tiles: what starting an item costs, beside its own
+ITEM_COST = 10.0  # tiles: what starting an item costs, beside its own
 ROOM = 1 << 18  # items and merges
 APART = 1 << 20  # slots from request to request
 
@@ -57,24 +57,27 @@ def tiles_of(prefix, nodes):
 
 
 def plan(planner, lengths, blocks, heads=8, tile_rows=64, split_heads=8, split_tile_rows=64, fixed_length=0):
-    """items [n, 5]: request, row tile, begin, end, partial. merges [m, 4]: request, row tile, first partial, count.
+    """items [n, 5]: request, row tile, begin, end, partial. merges [m, 4]: request, row tile, first partial, count. And
+    how many items have a block to themselves.
 
     Requests are told apart by where their slots, and their nodes, begin."""
     requests = np.arange(len(lengths))
     table = np.stack([*np.array(lengths).T, requests * APART, requests])
     counts = torch.tensor(table, dtype=torch.int32, device="cuda").contiguous()
-    header, items, merges = (torch.zeros(size, dtype=torch.int32, device="cuda") for size in (4, ROOM * 8, ROOM * 8))
+    header, items, merges = (torch.zeros(size, dtype=torch.int32, device="cuda") for size in (5, ROOM * 8, ROOM * 8))
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (counts, header, items, merges)]
     sizes = (len(lengths), heads, tile_rows, split_heads, split_tile_rows, blocks, fixed_length)
     assert planner(pointers[0], *sizes, *pointers[1:]) == 0
-    num_items, num_merges, num_nodes, _ = header.tolist()
+    num_items, num_merges, num_nodes, alone, most_splits = header.tolist()
     assert num_nodes == sum(nodes for _, nodes in lengths) and num_items < ROOM
+    assert 0 <= alone <= num_items and alone < blocks
     items, merges = (x.view(-1, 8)[:n].cpu().numpy() for x, n in ((items, num_items), (merges, num_merges)))
     slots, tokens, committed, row_tile, nodes, node_begin, _, partial = items.T
+    assert num_merges == 0 or merges[:, 1].max() == most_splits
     request, begin = slots // APART, slots % APART
     assert (node_begin == request).all() and (committed + begin == table[0][request]).all()
     assert (nodes == table[1][request]).all() and (merges[:, 3] == table[1][merges[:, 4]]).all()
-    return np.stack([request, row_tile, begin, begin + tokens, partial], 1), merges[:, [4, 2, 0, 1]]
+    return np.stack([request, row_tile, begin, begin + tokens, partial], 1), merges[:, [4, 2, 0, 1]], alone
 
 
 def check_covers(lengths, items, merges, heads, tile_rows):
@@ -91,10 +94,11 @@ def check_covers(lengths, items, merges, heads, tile_rows):
         assert (own[1:, 2] == own[:-1, 3]).all() and (own[:, 2] < own[:, 3]).all() and (own[:, 2] % 16 == 0).all()
 
 
-def longest_block(tiles, blocks):
-    """Of blocks that take items b, b + blocks, ... in tiles; and the mean over blocks."""
-    loads = np.zeros(blocks)
-    np.add.at(loads, np.arange(len(tiles)) % blocks, tiles + ITEM_COST)
+def longest_block(tiles, blocks, alone=0):
+    """In tiles, of blocks that take item b alone if b < alone, else b, b + blocks - alone, ...; and the mean over
+    blocks."""
+    loads, items = np.zeros(blocks), np.arange(len(tiles))
+    np.add.at(loads, np.where(items < alone, items, alone + (items - alone) % (blocks - alone)), tiles + ITEM_COST)
     return loads.max(), loads.mean()
 
 
@@ -137,9 +141,9 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_work_is_even_over_the_blocks(planner, name, blocks):
     lengths, bar = BATCHES[name]
-    items, merges = plan(planner, lengths, blocks)
+    items, merges, alone = plan(planner, lengths, blocks)
     check_covers(lengths, items, merges, 8, 64)
-    longest, mean = longest_block(-(-(items[:, 3] - items[:, 2]) // 16), blocks)
+    longest, mean = longest_block(-(-(items[:, 3] - items[:, 2]) // 16), blocks, alone)
     assert longest <= bar * mean
     assert longest <= 1.15 * best_uniform(lengths, blocks)
 
@@ -153,7 +157,7 @@ def test_any_batch_is_covered_once(planner, seed, blocks):
     lengths = [(rng.choice((0, 1, 15, 16, 17, 4096, rng.randrange(200_000))), rng.choice((0, 1, 2, 9, 65, 257)))
                for _ in range(batch)]  # fmt: skip
     heads, tile_rows = rng.choice((1, 2, 8, 12, 64, 128)), rng.choice((16, 32, 64))
-    items, merges = plan(planner, lengths, blocks, heads, tile_rows, split_tile_rows=rng.choice((16, 32, 64)))
+    items, merges, _ = plan(planner, lengths, blocks, heads, tile_rows, split_tile_rows=rng.choice((16, 32, 64)))
     check_covers(lengths, items, merges, heads, tile_rows)
 
 
@@ -162,7 +166,7 @@ def test_splits_do_not_depend_on_local_heads_or_tiles(planner, blocks):
     lengths = mixed(6, 9, 60_000, (1, 8, 33))
     cuts = []
     for heads, tile_rows in ((8, 64), (1, 16), (4, 32), (8, 16), (64, 64)):
-        items, _ = plan(planner, lengths, blocks, heads, tile_rows)
+        items, *_ = plan(planner, lengths, blocks, heads, tile_rows)
         cuts.append({tuple(item) for item in items[:, [0, 2, 3]].tolist()})
     assert all(cut == cuts[0] for cut in cuts)
 
@@ -170,13 +174,26 @@ def test_splits_do_not_depend_on_local_heads_or_tiles(planner, blocks):
 def test_fixed_splits_do_not_depend_on_the_batch_or_the_device(planner):
     """flashinfer pull/5176: a request's plan must not come from the others."""
     lengths = mixed(7, 5, 60_000, (1, 8, 33))
-    together, _ = plan(planner, lengths, 132, fixed_length=64)
+    together, *_ = plan(planner, lengths, 132, fixed_length=64)
     for request, length in enumerate(lengths):
-        alone, _ = plan(planner, [length], 188, fixed_length=64)
+        alone, *_ = plan(planner, [length], 188, fixed_length=64)
         own = together[together[:, 0] == request]
         assert np.array_equal(own[:, 1:4], alone[:, 1:4])
 
 
+@pytest.mark.parametrize("blocks", MULTIPROCESSORS)
+def test_one_wave_takes_all_blocks_where_its_splits_do_not_divide_them(planner, blocks):
+    """185,000 tokens in 8 row tiles: an equal split for all but 4 blocks, which share what those leave over."""
+    lengths = [(185_000, 64), *[(0, 0)] * 3]
+    items, merges, alone = plan(planner, lengths, blocks)
+    check_covers(lengths, items, merges, 8, 64)
+    assert alone == blocks - 4
+    tiles = -(-(items[:, 3] - items[:, 2]) // 16)
+    assert (tiles[:alone] == tiles[0]).all() and (tiles[alone:] < tiles[0]).all()
+    longest, mean = longest_block(tiles, blocks, alone)
+    assert longest <= 1.01 * mean
+
+
 def test_an_empty_step_has_no_work(planner):
-    items, merges = plan(planner, [(500, 0), (0, 0)], 188)
+    items, merges, _ = plan(planner, [(500, 0), (0, 0)], 188)
     assert len(items) == len(merges) == 0

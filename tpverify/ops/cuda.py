@@ -105,9 +105,11 @@ def choose_tile_rows(lengths: Sequence[tuple[int, int]], heads: int, multiproces
     """The fastest tile, by measurement, for requests of (prefix, nodes). Small tiles start and end sooner."""
     tiles = sum(-(-nodes * heads // 64) * -(-(prefix + nodes) // 16) for prefix, nodes in lengths) / multiprocessors
     rows = max((nodes * heads for _, nodes in lengths), default=0)
-    if rows <= 16 or tiles < 3:
+    if rows <= 32:
+        return 16 if rows <= 16 or tiles < 10 else 32
+    if tiles < 3:
         return 16
-    return 32 if rows <= 32 or tiles < 12 else 64
+    return 32 if tiles < (20 if rows <= 64 else 15) else 64
 
 
 class CudaPlan:
