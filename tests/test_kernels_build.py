@@ -16,7 +16,8 @@ SHARED_LIMIT, REGISTERS = 101_376, 65_536
 DYNAMIC = {"verify/flash_fp32.cu": 91_136}  # shared memory asked for at launch; flash_traits.h says it of the rest
 # The template arguments of each flash kernel, by rows of a tile.
 FLASH = {
-    rows: re.search(r"launch_flash<(\d, \d)>", (CSRC / f"verify/flash_{rows}.cu").read_text())[1] for rows in (16, 32, 64)
+    rows: re.search(r"launch_flash<(\d, \d)>", (CSRC / f"verify/flash_{rows}.cu").read_text())[1]
+    for rows in (16, 32, 64)
 }
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="NOT run: no nvcc")
