@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tpverify import native
 from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import load_checkpoint, load_config, resolve
+from tpverify.model.cpu_drafter import CpuDrafter
 from tpverify.model.drafter import Drafter, DrafterConfig, find_drafter
 
 
@@ -74,6 +76,29 @@ def test_against_float64(drafter: Drafter, embed: torch.Tensor, count: int, at: 
     wanted = oracle(embed, rows.double().numpy(), at - count, 65, at)
     assert got.shape == (1, 15, 256) and got.dtype == torch.float32
     np.testing.assert_allclose(got[0].double().numpy(), wanted, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("native_library", [True, False])
+@pytest.mark.parametrize(("count", "at"), [(0, 0), (1, 1), (128, 128), (40, 3000)])
+def test_cpu_ranks_draft_the_same(
+    drafter: Drafter,
+    embed: torch.Tensor,
+    count: int,
+    at: int,
+    native_library: bool,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = request.getfixturevalue("host_library") if native_library else None
+    monkeypatch.setattr(native, "host", lambda: library)
+    rows = features(count)
+    on_cpu = CpuDrafter(drafter, 8192)
+    context = on_cpu.context(rows, at - count)
+    assert context.shape == (count, on_cpu.context_dim)
+    got = on_cpu(context, 65, at)
+    np.testing.assert_allclose(
+        got.double().numpy(), oracle(embed, rows.double().numpy(), at - count, 65, at), atol=2e-3, rtol=1e-3
+    )
 
 
 def test_a_request_does_not_depend_on_its_neighbours(drafter: Drafter) -> None:

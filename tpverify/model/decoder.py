@@ -42,7 +42,7 @@ class Decoder:
     def __call__(self, tokens: Tensor, positions: Tensor, attend: LayerAttend, layers: Sequence[int]) -> Tensor:
         """tokens, positions int64 [n] -> [n, (len(layers) + 1) hidden]: the residual stream after each of `layers`,
         counted from 1, and then the normed hidden states that the head reads."""
-        n = len(tokens)
+        n = tokens.shape[0]
         own = self.group.own(n)
         x = F.embedding(tokens[own], self.embed)
         own_angles, angles = self.rope.angles(positions[own]), self.rope.angles(positions)
@@ -80,11 +80,11 @@ class DecoderLayer:
         """x [own rows, hidden] -> the same; attend takes all rows' new cache rows and absorbed queries."""
         config = self.attention.config
         parts = [config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim]
-        own = x.new_empty(len(x), sum(parts))
-        own_normed, own_latents = own.split(parts, dim=1)
+        own = x.new_empty(x.shape[0], sum(parts))
+        own_normed, own_latents = own.split_with_sizes(parts, dim=1)
         dense.rms_norm(x, self.input_norm, self.eps, own_normed)
         self.attention.latents(own_normed, own_angles, own_latents)
-        normed, latents = group.all_rows(own, len(angles[0])).split(parts, dim=1)
+        normed, latents = group.all_rows(own, angles[0].shape[0]).split_with_sizes(parts, dim=1)
 
         out = attend(latents, self.attention.queries(normed, angles))
         values = group.own_rows(self.attention.values(out)).flatten(1)

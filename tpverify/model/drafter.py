@@ -29,7 +29,6 @@ from tpverify.model.files import (
     read_object,
     read_tensors,
 )
-from tpverify.ops import gemm
 
 
 @dataclass(frozen=True)
@@ -136,9 +135,6 @@ class Drafter(nn.Module):
         drafter = cls(config, embed.float())
         tensors = read_tensors(*_find_weights(path, drafter))
         drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-        for layer in drafter.modules():
-            if isinstance(layer, nn.Linear):
-                layer.weight.data = gemm.by_input(layer.weight.data)
         return drafter.to(embed.device).eval().requires_grad_(False)
 
     def save(self, path: str | Path) -> None:

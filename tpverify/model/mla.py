@@ -54,8 +54,8 @@ class MlaAttention:
     def latents(self, x: Tensor, angles: Angles, out: Tensor) -> None:
         """x [n, hidden] -> rows for the cache, out [n, row_dim]: normed latents and rotated k_pe."""
         parts = [self.config.kv_lora_rank, self.config.qk_rope_head_dim]
-        latent, k_pe = self.kv_a(x).split(parts, dim=1)
-        normed, rotated = out.split(parts, dim=1)
+        latent, k_pe = self.kv_a(x).split_with_sizes(parts, dim=1)
+        normed, rotated = out.split_with_sizes(parts, dim=1)
         dense.rms_norm(latent, self.kv_a_norm, NORM_EPS, normed)
         self.rope(k_pe[:, None], angles, rotated[:, None])
 
@@ -65,9 +65,9 @@ class MlaAttention:
         if self.q_a is not None:
             x = dense.rms_norm(self.q_a[0](x), self.q_a[1], NORM_EPS)
         q = self.q_proj(x[:, None].expand(-1, self.heads, -1))
-        q_nope, q_pe = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=2)
-        out = x.new_empty(len(x), self.heads, config.kv_lora_rank + config.qk_rope_head_dim)
-        absorbed, rotated = out.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=2)
+        q_nope, q_pe = q.split_with_sizes([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=2)
+        out = x.new_empty(x.shape[0], self.heads, config.kv_lora_rank + config.qk_rope_head_dim)
+        absorbed, rotated = out.split_with_sizes([config.kv_lora_rank, config.qk_rope_head_dim], dim=2)
         self.w_uk(q_nope, out=absorbed)
         self.rope(q_pe, angles, rotated)
         return out

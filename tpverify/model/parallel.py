@@ -36,7 +36,7 @@ class TensorParallel:
 
     def own_rows(self, x: Tensor) -> Tensor:
         """All rows of own heads [n, local heads, v] -> own rows of all heads [own, heads, v]."""
-        return x if self._comm is None else self._comm.alltoall(x, self._rows(len(x))).flatten(1, 2)
+        return x if self._comm is None else self._comm.alltoall(x, self._rows(x.shape[0])).flatten(1, 2)
 
     def _rows(self, n: int) -> list[int]:
         return [n * (rank + 1) // self.size - n * rank // self.size for rank in range(self.size)]

@@ -46,17 +46,6 @@ def _step(a: Tensor, b: Tensor) -> int:
     return SLAB if rows_independent(a.shape[1], b.shape[1], b.stride(1) == 1) else ROWS
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K] @ weight [N, K].T with any M: float32 [M, N], rows independent of one another."""
-    return matmul(pad_rows(x), weight.t())[: x.shape[0]]
-
-
-def by_input(weight: Tensor) -> Tensor:
-    """The same weight [N, K], laid out so that products read it row after row: 4 or 8 rows of x take two thirds of the
-    time."""
-    return weight.t().contiguous().t()
-
-
 def matmul_heads(a: Tensor, b: Tensor) -> Tensor:
     """a [H, M, K] @ b [H, K, N] with M a multiple of ROWS: float32 [H, M, N], each head the bits of `matmul`."""
     heads, m, k = a.shape

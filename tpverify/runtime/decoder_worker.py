@@ -12,6 +12,7 @@ from torch import Tensor
 from tpverify.config import MAX_NODES, MlaGeometry
 from tpverify.kv.log import Replica
 from tpverify.model.checkpoint import load_checkpoint
+from tpverify.model.cpu_drafter import CpuDrafter
 from tpverify.model.decoder import Decoder
 from tpverify.model.drafter import Drafter
 from tpverify.model.parallel import TensorParallel
@@ -61,7 +62,8 @@ class DecoderWorker:
         self.hidden = torch.zeros(shape.num_slots, config.hidden_size)
         self.drafter = None
         if shape.drafter:
-            self.drafter = Drafter.load(shape.checkpoint, self.decoder.embed)
+            drafter = Drafter.load(shape.checkpoint, self.decoder.embed)
+            self.drafter = CpuDrafter(drafter, config.max_position_embeddings)
             self.features = torch.zeros(shape.num_slots, self.drafter.feature_dim)
             self.context = torch.zeros(shape.num_slots, self.drafter.context_dim)
 
@@ -135,10 +137,9 @@ class DecoderWorker:
         if self.drafter is None or request.candidates == 0:
             return np.empty(0, np.float32), np.empty(0, np.int64)
         committed = len(prefix) + len(path)
-        self.context[path] = self.drafter.context(self.features[path], torch.arange(len(prefix), committed))
+        self.context[path] = self.drafter.context(self.features[path], len(prefix))
         window = torch.cat([prefix, path])[-self.drafter.window :]
-        counts = (torch.tensor([value]) for value in (len(window), bonus, committed))
-        logits = self.drafter(self.context[window][None], *counts)[0]
+        logits = self.drafter(self.context[window], bonus, committed)
         # A stable sort: equal logits rank by token id.
         logprobs, token_ids = logits.double().log_softmax(-1).float().sort(dim=-1, descending=True, stable=True)
         top = slice(0, request.candidates)
