@@ -123,6 +123,56 @@ def mean_runs(num_slots: int, steps: int = 1500) -> tuple[float, float]:
     return mean(prompts), mean([log.prefix_slots(seq)[prompt[seq] :] for seq in seqs if log.length(seq) > prompt[seq]])
 
 
+def scattered(num_slots: int, load: float) -> KvLog:
+    """32 sequences that have decoded, 3 scattered nodes of 64 a step, until a share `load` of the pool is live."""
+    rng, log = random.Random(0), KvLog(num_slots)
+    seqs = [log.open() for _ in range(32)]
+    while log.stats()["live"] < load * num_slots:
+        for seq in seqs * 32:
+            log.draft(seq, 64)
+            log.commit(seq, [0, *sorted(rng.sample(range(1, 64), 2))])
+        for seq in seqs:  # drops the tree: its slots return in another order than they were taken
+            log.append(seq, 1)
+    log.pending()
+    return log
+
+
+def defrag(num_slots: int) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """us of planning and of the first wave, and for two budgets what it takes until nothing moves any more."""
+    times, rows = {}, []
+    for load, most in ((0.7, num_slots), (0.7, 4096), (0.95, num_slots)):
+        log = scattered(num_slots, load)
+        live, pinned = log.stats()["live"], np.zeros(num_slots, np.bool_)
+        before = max(log.extents().values())
+        name = f"{load:.0%} live, {most} rows a wave"
+        for goal in (1, 4):
+            plans = [microseconds(lambda _: log._plan(pinned, goal, goal, most), [0]) for _ in range(REPEATS)]  # noqa: B023
+            times[f"plan, goal {goal}, {name}"] = statistics.median(plans)
+        moves, calls = 0, []
+        while True:
+            start = time.perf_counter()
+            moved = log.defrag(most)
+            calls.append((time.perf_counter() - start) * 1e6)
+            log.pending()
+            log.acknowledge()
+            if moved.done:
+                break
+            moves += moved.moves
+        times[f"first call, {name}"], times[f"mean call, {name}"] = calls[0], statistics.mean(calls)
+        after = max(log.extents().values())
+        rows.append(
+            {
+                "load": load,
+                "wave": most,
+                "moves_a_row": moves / live,
+                "calls": len(calls),
+                "before": before,
+                "after": after,
+            }
+        )
+    return times, rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", type=int, default=200_000)
@@ -133,17 +183,21 @@ def main() -> None:
         for n in (1, NODES, 129, 1024):
             rows |= free_list(args.slots, n, fill)
     rows |= LogTimes(args.slots).medians()
+    times, defrags = defrag(args.slots)
+    rows |= times
     prompts, decoded = mean_runs(args.slots)
     if args.json:
-        print(
-            json.dumps(
-                {"slots": args.slots, "microseconds": rows, "mean_run": {"prompts": prompts, "decoded": decoded}}
-            )
-        )
+        runs = {"prompts": prompts, "decoded": decoded}
+        print(json.dumps({"slots": args.slots, "microseconds": rows, "defrag": defrags, "mean_run": runs}))
         return
     print(f"{args.slots} slots, microseconds a call, median of {REPEATS}")
     for name, value in rows.items():
-        print(f"{name:32} {value:10.2f}")
+        print(f"{name:44} {value:10.2f}")
+    for row in defrags:
+        print(
+            f"defrag, {row['load']:.0%} live, at most {row['wave']} rows a wave: {row['moves_a_row']:.2f} moves a row"
+            f" in {row['calls']} calls; extents of the worst sequence {row['before']} -> {row['after']}"
+        )
     print(f"mean run of slots: prompts {prompts:.1f}, decoded {decoded:.2f}")
 
 

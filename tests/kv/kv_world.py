@@ -117,7 +117,8 @@ class World:
         assert moved.moves <= most
         assert moved.extents_after == sum(map(self._extents, self.sequences))
         self.counts["moves"] += moved.moves
-        self.step(rng)
+        if rng.random() < 0.5:  # else the moves share a step with what comes next
+            self.step(rng)
 
     def defrag_until_done(self, rng):
         """It comes to an end, leaves no more extents than before, and then there is nothing left to move."""
@@ -135,8 +136,9 @@ class World:
     def resize(self, rng):
         """Down to any number, sometimes twice in one step; what fits is moved below it in the end."""
         used = int(np.isin(self._states(), (LIVE, SCRATCH)).sum())
-        close = max(2, min(used + rng.randint(0, 9), self.num_slots))
-        for num_slots in rng.choices([self.num_slots, rng.randint(2, self.num_slots), close, close - 1], k=2):
+        close = max(2, min(used + rng.randint(0, 9), self.num_slots - 8))
+        limits = rng.choices([self.num_slots, rng.randint(2, self.num_slots), close + 8, close, close - 1], k=2)
+        for num_slots in sorted(limits, reverse=True):
             needed = int(np.isin(self._states(), (LIVE, SCRATCH)).sum()) - self._evictable(self.num_slots)
             try:
                 moved = self.log.resize(max(2, num_slots))
@@ -145,8 +147,10 @@ class World:
                 return
             assert needed <= max(2, num_slots) - 1
             self.counts["moves"] += moved.moves
-            if rng.random() < 0.5:
+            if rng.random() < 0.2:
                 break
+        if rng.random() < 0.5:
+            return
         self.step(rng)
         limit = self.log._tables.slots.limit
         if not self.leases and not any(sequence.tree for sequence in self.sequences.values()):
@@ -267,6 +271,10 @@ class World:
             start = self._depth(node) - len(node_slots)
             model.cached |= {int(slot): start + i for i, slot in enumerate(node_slots)}
         model.quarantined = set(np.flatnonzero(slots.states == QUARANTINED).tolist())
+        waiting = [batch for _, batch in self.log._quarantine._waiting] + self.log._quarantine._answered
+        assert {int(slot) for batch in waiting for slot in batch} == model.quarantined, (
+            "a source that nothing will free"
+        )
         assert int(slots.cached.sum()) == len(model.cached)
         assert (slots.readers == readers).all(), "readers are not those of a recount"
         assert ((slots.states == LIVE) == (readers > 0)).all()
@@ -370,7 +378,7 @@ class World:
 
 OPERATIONS = {
     "open": 5, "append": 5, "draft": 8, "commit": 8, "fork": 2, "cache": 3, "close": 5, "defrag": 8, "resize": 2,
-    "lease": 2, "end_lease": 2, "defrag_until_done": 1, "fill_up": 1, "overfill": 1, "bad_path": 1,
+    "lease": 4, "end_lease": 2, "defrag_until_done": 1, "fill_up": 1, "overfill": 1, "bad_path": 1,
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Random operations on a log, with faulty ranks and a faulty channel; everything is compared after each.
 
-TPVERIFY_KV_OPERATIONS sets how many (4,000 if unset; more than that are drawn afresh at each run).
+TPVERIFY_KV_OPERATIONS sets how many (10,000 if unset; more than that are drawn afresh at each run).
 """
 
 import os
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kv_world import OPERATIONS, World
 
-USUAL = 4000
+USUAL = 10_000
 TOTAL = int(os.environ.get("TPVERIFY_KV_OPERATIONS", USUAL))
 NAMES = [name for name, weight in OPERATIONS.items() for _ in range(weight)]
 

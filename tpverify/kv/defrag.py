@@ -9,6 +9,7 @@ of a wave are independent, and old and new rows are both valid until it is over.
 from collections.abc import Sequence as Listlike
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +70,14 @@ class Job:
         self.generations.put(moves, states.generations.take(moved))
 
 
+class Extent(NamedTuple):
+    """Its first row in a layout, that row's slot, and how many rows."""
+
+    row: int
+    slot: int
+    size: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """Chains one after another: slots int32 [rows]; chain c has rows bounds[c] to bounds[c + 1] - 1 and counts[c]
@@ -94,6 +103,13 @@ class Layout:
         """First rows and lengths of the extents of rows start to end - 1, which is where an extent begins or ends."""
         part = slice(*np.searchsorted(self.begins, (start, end)))
         return self.begins[part], self.lengths[part]
+
+    def longest(self, start: int, end: int) -> tuple[Extent, int]:
+        """The longest extent of rows start to end - 1, and how many extents they have."""
+        begins, lengths = self.extents(start, end)
+        longest = int(np.argmax(lengths))
+        row = int(begins[longest])
+        return Extent(row, int(self.slots[row]), int(lengths[longest])), begins.size
 
 
 def plan(
@@ -135,10 +151,11 @@ def _place(layout: Layout, chains: Listlike[int], gaps: "_Gaps", goal: int, most
     for chain in chains:
         segments, spare = _segments(layout, chain, goal)
         for start, end in segments:
-            window = gaps.around_longest(layout, start, end)
-            if window is None:
-                fewer = layout.extents(start, end)[0].size - 1
-                window = gaps.first_fit(end - start, min(1 + spare, fewer) if gaps.long else 1)
+            extent, count = layout.longest(start, end)
+            stays = 2 * extent.size >= end - start
+            window = gaps.around(extent, start, end) if stays else None
+            if window is None and not (stays and gaps.long == 0):
+                window = gaps.first_fit(end - start, min(1 + spare, count - 1) if gaps.long else 1)
             if window is not None:
                 placed.append((start, end, window))
                 rows += end - start
@@ -188,19 +205,14 @@ class _Gaps:
         edges = np.flatnonzero(np.diff(open_, prepend=False, append=False))
         self._starts, self._ends = edges[::2], edges[1::2]
 
-    def around_longest(self, layout: Layout, start: int, end: int) -> Slots | None:
-        """A window for rows start to end - 1 in which the longest extent stays where it is, if that is half of them."""
-        begin, length = layout.extents(start, end)
-        longest = int(np.argmax(length))
-        size, first = int(length[longest]), int(begin[longest])
-        at = int(layout.slots[first])
-        low = at - first + start
+    def around(self, extent: Extent, start: int, end: int) -> Slots | None:
+        """A window for rows start to end - 1 in which one of their extents stays where it is."""
+        low = extent.slot - extent.row + start
         high = low + end - start
-        if 2 * size < end - start:
-            return None
-        fits = (
-            self._is_open(low, at) and self._is_open(at + size, high) if size >= self.long else self._is_open(low, high)
-        )
+        if extent.size >= self.long:
+            fits = self._is_open(low, extent.slot) and self._is_open(extent.slot + extent.size, high)
+        else:
+            fits = self._is_open(low, high)
         return self._take(low, high) if fits else None
 
     def first_fit(self, size: int, pieces: int) -> Slots | None:

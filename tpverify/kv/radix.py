@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tpverify.kv.slots import NO_SLOTS, Slots, SlotStates
 
 Tokens = npt.NDArray[np.int64]
-EVICTED_AT_ONCE = 256  # so that a full pool does not evict anew for every token
+EVICTED_AT_ONCE = 64  # so that a full pool does not evict anew for every token
 
 
 @dataclass(eq=False)
