@@ -22,7 +22,7 @@ NEW = 40
 @pytest.fixture(scope="module")
 def graphs() -> Iterator[Ranks]:
     """One rank whose steps are CUDA graphs."""
-    yield Ranks(device="cuda", graphs=True)
+    yield Ranks(device="cuda:0", graphs=True)
 
 
 def decode(ranks: Ranks, strategy: str, budget: int, temperature: float, count: int = 3) -> list[GenerationResult]:
@@ -33,7 +33,7 @@ def decode(ranks: Ranks, strategy: str, budget: int, temperature: float, count: 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_replays_are_the_bits_of_eager_steps_and_of_other_numbers_of_ranks(graphs: Ranks, temperature: float) -> None:
     """One rank without graphs; two and eight ranks, which share the GPU as threads. Digests of all layers' rows too."""
-    others = {tp: Ranks(tp, "cuda") for tp in (1, 2, 8)}
+    others = {tp: Ranks(tp, "cuda:0") for tp in (1, 2, 8)}
     for way in WAYS:
         expected = decode(graphs, *way, temperature, 2)
         for tp, ranks in others.items():
@@ -73,7 +73,7 @@ def test_drafts_are_accepted_as_on_cpus(graphs: Ranks) -> None:
 
 def test_steps_of_many_requests_and_passes() -> None:
     """Batches change shapes, so texts may part at a near tie; each is scored."""
-    ranks, reference = Ranks(device="cuda", graphs=True, num_slots=16384, max_batch=20), Reference("tiny")
+    ranks, reference = Ranks(device="cuda:0", graphs=True, num_slots=16384, max_batch=20), Reference("tiny")
     prompts = [held_out(40 * (i % 6 + 1))[i % 6] + bytes([97 + i]) for i in range(20)]
     for prompt, result in zip(prompts, ranks.generate(prompts, max_new_tokens=24, budget=100), strict=True):
         hidden = ranks.hidden_states([*prompt, *result.tokens[:-1]])
