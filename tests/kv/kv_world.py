@@ -123,7 +123,7 @@ class World:
     def defrag_until_done(self, rng):
         """It comes to an end, leaves no more extents than before, and then there is nothing left to move."""
         fresh, before = self.log._job is None, self._chain_extents()
-        for _ in range(200):
+        for _ in range(5 * self.num_slots):
             moved = self.log.defrag(1000)
             self.counts["moves"] += moved.moves
             if moved.done:

@@ -8,7 +8,7 @@ import pytest
 from kv_fake import FakeRank
 from kv_world import random_world
 
-from tpverify.kv import entries, extents, log, radix, replica, slots, table
+from tpverify.kv import entries, extents, log, quarantine, radix, replica, slots, table
 from tpverify.kv.slots import FREE, SlotStates
 
 SEEDS = range(12)
@@ -21,7 +21,7 @@ def reused_in_quarantine(patch):
 
     def at_once(self, src, dst):
         move(self, src, dst)
-        self._quarantine = log._Quarantine()
+        self._quarantine = quarantine.Quarantine()
         self._record(log.Retire(extents.pack(np.sort(src))))
 
     patch.setattr(log.KvLog, "_move", at_once)
@@ -36,8 +36,8 @@ def second_batch_replaces_the_first(patch):
         self._waiting = []
         return leaving
 
-    patch.setattr(log._Quarantine, "step", step)
-    patch.setattr(log._Quarantine, "__bool__", lambda self: False)
+    patch.setattr(quarantine.Quarantine, "step", step)
+    patch.setattr(quarantine.Quarantine, "__bool__", lambda self: False)
 
 
 def one_layer_skipped(patch):

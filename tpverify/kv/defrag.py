@@ -173,6 +173,8 @@ def _harm(layout: Layout, slots: Slots, windows: Mask) -> int:
     """How many it may add, at most: each row of another chain that it puts aside may become an extent of its own."""
     aside = windows.copy()
     aside[slots] = False
+    if not aside.take(layout.slots).any():
+        return 0
     rows = np.add.reduceat(aside.take(layout.slots), layout.begins, dtype=np.intp)
     return int(rows.sum()) - int(np.count_nonzero(rows == layout.lengths))
 
@@ -184,8 +186,8 @@ def _segments(layout: Layout, chain: int, goal: int) -> tuple[list[tuple[int, in
     if goal == 1:
         return [(start, end)], GOAL - 1
     begin, length = layout.extents(start, end)
-    longest = np.argpartition(length, -min(goal - 1, length.size))[-min(goal - 1, length.size) :]
-    longest = np.sort(longest[length[longest] >= LONG]).tolist()
+    longest = np.flatnonzero(length >= LONG)
+    longest = np.sort(longest[np.argsort(-length[longest], kind="stable")[: goal - 1]]).tolist()
     best: tuple[int, int, list[tuple[int, int]]] = (end - start, 1, [(start, end)])
     for stay in (stay for n in range(1, goal) for stay in combinations(longest, n)):
         edges = [start, *(edge for e in stay for edge in (begin[e], begin[e] + length[e])), end]
@@ -204,6 +206,7 @@ class _Gaps:
         self.long = long
         edges = np.flatnonzero(np.diff(open_, prepend=False, append=False))
         self._starts, self._ends = edges[::2], edges[1::2]
+        self._largest = int((self._ends - self._starts).max(initial=0))  # and none gets larger
 
     def around(self, extent: Extent, start: int, end: int) -> Slots | None:
         """A window for rows start to end - 1 in which one of their extents stays where it is."""
@@ -219,7 +222,7 @@ class _Gaps:
         """A window of `size` slots in the first gap that has room; else in up to `pieces` of equal size."""
         for count in range(1, pieces + 1):
             part = -(-size // count)
-            if ((self._ends - self._starts) // part).sum() >= count:
+            if part <= self._largest and ((self._ends - self._starts) // part).sum() >= count:
                 return np.concatenate([self._first(min(part, size - i * part)) for i in range(count)])
         return None
 
@@ -245,10 +248,11 @@ class _Gaps:
 
 def _open(layout: Layout, movable: Mask, states: SlotStates, long: int) -> Mask:
     """Slots that a window may cover: the free ones, and those of extents shorter than `long`."""
-    scattered = (layout.lengths < long) & np.repeat(movable, layout.counts)
     open_ = states.states == FREE
     open_[states.limit :] = False
-    open_[layout.slots[np.repeat(scattered, layout.lengths)]] = True
+    scattered = (layout.lengths < long) & np.repeat(movable, layout.counts)
+    if scattered.any():
+        open_[layout.slots[np.repeat(scattered, layout.lengths)]] = True
     return open_
 
 

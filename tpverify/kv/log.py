@@ -28,6 +28,7 @@ from tpverify.kv.entries import (
     Retire,
     int32,
 )
+from tpverify.kv.quarantine import Quarantine
 from tpverify.kv.radix import RadixCache, Tokens
 from tpverify.kv.replica import Fenced, Replica
 from tpverify.kv.slots import FREE, LIVE, NO_SLOTS, FreeSlots, Slots
@@ -65,27 +66,6 @@ class Lease:
     generations: npt.NDArray[np.uint32]
 
 
-class _Quarantine:
-    """Sources of moves, in the order of the log. They leave once a step later than that which carried the move has been
-    answered by every rank."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, Slots]] = []  # number of the move
-        self._answered: list[Slots] = []  # their move was carried by a step that has been answered
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting or self._answered)
-
-    def add(self, number: int, slots: Slots) -> None:
-        self._waiting.append((number, slots))
-
-    def step(self, sent: int) -> list[Slots]:
-        """A step that carried the log up to entry `sent` has been answered. Returns what leaves."""
-        leaving, self._answered = self._answered, [slots for number, slots in self._waiting if number <= sent]
-        self._waiting = [(number, slots) for number, slots in self._waiting if number > sent]
-        return leaving
-
-
 class KvLog:
     """The coordinator's tables, allocator and prefix cache. A call validates fully before it changes anything, then
     records entries.
@@ -99,7 +79,7 @@ class KvLog:
         self._tables = SequenceTables(num_slots)
         self._free = FreeSlots(num_slots)
         self._cache = RadixCache(self._tables.slots)
-        self._quarantine = _Quarantine()
+        self._quarantine = Quarantine()
         self._job: Job | None = None
         self._pins = np.zeros(num_slots, np.int32)
         self._max_sequences = check_int("max_sequences", max_sequences, 1, 2**31 - 1)
@@ -340,18 +320,26 @@ class KvLog:
     def _chains(self) -> Iterator[tuple[int, Slots]]:
         """All live slots in chains, with their owners; each slot in one. See defrag.py."""
         slots = self._tables.slots
-        unclaimed = (slots.states == LIVE) & ~slots.cached
+        cached = int(np.count_nonzero(slots.cached))
+        left = int(np.count_nonzero(slots.states == LIVE)) - cached
         yield from ((CACHE, chain) for chain in self._cache.chains())
-        some_cached = slots.cached.any()
         for seq, sequence in self._tables.items():
             own = sequence.prefix[sequence.inherited :]
-            yield seq, own[unclaimed.take(own)] if some_cached else own
-            unclaimed[own] = False
-        if unclaimed.any():  # what forks have inherited from sequences that have ended since
-            for seq, sequence in self._tables.items():
-                own = sequence.prefix[: sequence.inherited]
-                yield seq, own[unclaimed.take(own)]
-                unclaimed[own] = False
+            own = own[~slots.cached.take(own)] if cached else own
+            left -= own.size
+            yield seq, own
+        if left:  # what forks have inherited from sequences that have ended since
+            yield from self._orphans()
+
+    def _orphans(self) -> Iterator[tuple[int, Slots]]:
+        slots = self._tables.slots
+        unclaimed = (slots.states == LIVE) & ~slots.cached
+        for _, sequence in self._tables.items():
+            unclaimed[sequence.prefix[sequence.inherited :]] = False
+        for seq, sequence in self._tables.items():
+            inherited = sequence.prefix[: sequence.inherited]
+            yield seq, inherited[unclaimed.take(inherited)]
+            unclaimed[inherited] = False
 
     def _drop_tree_for(self, seq: int, n: int) -> None:
         """Drop the sequence's tree if n slots can be had then, else PoolFull."""
