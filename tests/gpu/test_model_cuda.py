@@ -34,10 +34,10 @@ def decode(ranks: Ranks, strategy: str, budget: int, temperature: float, count: 
 def test_replays_are_the_bits_of_eager_steps_and_of_other_numbers_of_ranks(graphs: Ranks, temperature: float) -> None:
     """One rank without graphs; two and eight ranks, which share the GPU as threads. Digests of all layers' rows too."""
     others = {tp: Ranks(tp, "cuda:0") for tp in (1, 2, 8)}
-    for way in WAYS:
-        expected = decode(graphs, *way, temperature, 2)
+    for way in (("autoregressive", 0), ("chain", 0), ("ddtree", 32), ("ddtree", 500)):
+        expected = decode(graphs, *way, temperature, 1)
         for tp, ranks in others.items():
-            assert all(map(same, decode(ranks, *way, temperature, 2), expected)), (way, tp)
+            assert all(map(same, decode(ranks, *way, temperature, 1), expected)), (way, tp)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
