@@ -15,11 +15,11 @@ __global__ void __launch_bounds__(FlashTraits<GROUPS, MT>::kThreads, 1) flash_ve
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kSlots; ++i) {
       barrier_init(block.full(i), T::kPvWarps);
-      barrier_init(block.empty(i), T::kQkWarps + T::kPvWarps);
+      barrier_init(block.empty(i), (T::kQkWarps + T::kPvWarps) * kArrivals);
     }
     for (int g = 0; g < T::kGroups; ++g) {
-      barrier_init(block.scores_full(g), 2);
-      barrier_init(block.scores_empty(g), 4);
+      barrier_init(block.scores_full(g), 2 * kArrivals);
+      barrier_init(block.scores_empty(g), 4 * kArrivals);
     }
     for (int i = 0; i < 2 * T::kGroups; ++i) store_shared(block.exceeds(i / 2, i), ~0u);
     fence_barrier_init();
