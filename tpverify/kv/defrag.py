@@ -31,7 +31,7 @@ class Job:
 
     slots: Slots
     targets: Slots
-    generations: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.int64]
     windows: Mask
 
     def wave(self, states: SlotStates, pinned: Mask, limit: int) -> tuple[Slots, Slots]:

@@ -59,11 +59,11 @@ class Moved:
 @dataclass(frozen=True, eq=False)
 class Lease:
     """Committed rows of a sequence that stay in their slots until the lease is given back. slots int32 and generations
-    uint32, [length]."""
+    int64, [length]."""
 
     seq: int
     slots: Slots
-    generations: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.int64]
 
 
 class KvLog:
@@ -348,7 +348,8 @@ class KvLog:
 
     def _reusable(self, seq: int) -> int:
         """Slots that dropping the sequence's tree gives back."""
-        return int(np.count_nonzero(self._tables[seq].tree < self._tables.slots.limit))
+        tree, limit = self._tables[seq].tree, self._tables.slots.limit
+        return tree.size if limit == self._tables.num_slots else int(np.count_nonzero(tree < limit))
 
     def _make_room(self, n: int, own: int) -> None:
         """n slots, `own` of which the caller will free itself."""

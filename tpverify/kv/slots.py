@@ -21,7 +21,7 @@ NO_SLOTS: Slots = np.empty(0, np.int32)
 class SlotStates:
     """Of every slot, arrays [num_slots]: its state, uint8; how many read it, sequences plus the cache, int32; whether
     the cache does, bool; while LIVE, its logical position, int32, and its owner, the sequence that committed it, int64;
-    its generation, uint32, which changes whenever the slot stops holding a row, so that (slot, generation) names a row
+    its generation, int64, which changes whenever the slot stops holding a row, so that (slot, generation) names a row
     for good.
 
     A transition checks the state it leaves before it changes anything: no slot is claimed twice or freed twice.
@@ -36,7 +36,9 @@ class SlotStates:
         self.cached = np.zeros(num_slots, np.bool_)
         self.positions = np.zeros(num_slots, np.int32)
         self.owners = np.zeros(num_slots, np.int64)
-        self.generations = np.zeros(num_slots, np.uint32)
+        self.generations = np.zeros(num_slots, np.int64)
+        self._generation = 0
+        self._ascending = np.arange(num_slots, dtype=np.int32)
 
     def check_free(self, slots: Slots, own: Slots) -> None:
         """ArgumentError unless the slots ascend, are below the limit and are FREE or among `own`, which is freed
@@ -72,7 +74,7 @@ class SlotStates:
     def place(self, slots: Slots, owner: int, position: int) -> None:
         """LIVE slots hold positions position, position + 1, ... of what `owner` has committed."""
         self.owners.put(slots, owner)
-        self.positions.put(slots, np.arange(position, position + slots.size, dtype=np.int32))
+        self.positions.put(slots, self._ascending[position : position + slots.size])
 
     def share(self, slots: Slots) -> None:
         """LIVE with one more reader."""
@@ -123,7 +125,8 @@ class SlotStates:
 
     def _vacate(self, slots: Slots, state: int) -> None:
         self.states.put(slots, state)
-        self.generations[slots] += 1
+        self._generation += 1
+        self.generations.put(slots, self._generation)
 
     def _all(self, slots: Slots, state: int) -> bool:
         return self.states.take(slots).tobytes() == bytes((state,)) * slots.size
