@@ -214,6 +214,10 @@ MIRRORS = {
     "tpv_accept_greedy_params": native.AcceptGreedyParams,
     "tpv_accept_sampled_params": native.AcceptSampledParams,
     "tpv_attention_params": native.AttentionParams,
+    "tpv_linear_params": native.LinearParams,
+    "tpv_rms_norm_params": native.RmsNormParams,
+    "tpv_rope_params": native.RopeParams,
+    "tpv_silu_mul_params": native.SiluMulParams,
     "tpv_verify_split": cuda.VerifySplit,
     "tpv_verify_requests": cuda.VerifyRequests,
     "tpv_verify_workspace_params": cuda.VerifyWorkspaceParams,
@@ -291,3 +295,6 @@ def test_a_library_of_another_abi_is_refused(fresh, tmp_path):
     fresh.setenv("TPVERIFY_LIB_DIR", str(tmp_path))
     with pytest.raises(ArgumentError, match="expected ABI version 1, got 99: install again"):
         native.host()
+    (tmp_path / "libtpverify_host.so").rename(tmp_path / cuda.CUDA_LIBRARY)
+    with pytest.raises(ArgumentError, match="expected ABI version 1, got 99: install again"):
+        native.load(cuda.CUDA_LIBRARY, cuda.FUNCTIONS)

@@ -85,7 +85,10 @@ def _model() -> Answer:
 
 
 def _native() -> Answer:
-    return native.host() is not None, native.host_status()
+    """What runs the layers of CPU ranks; without it, torch's products do."""
+    found, status = native.host() is not None, native.host_status()
+    how = "by it, in float32" if found else "by torch's products: slower, and other last bits"
+    return found, f"{status}; attention and dense layers of CPU ranks run {how}"
 
 
 def _cuda_library() -> Answer:
