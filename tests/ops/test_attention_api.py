@@ -15,6 +15,7 @@ from tpverify.config import MlaGeometry
 from tpverify.errors import ArgumentError
 from tpverify.ops.attention import TreeMask, VerifyRequest, verify_attention
 from tpverify.ops.plan import VerifyPlan
+from tpverify.ops.staging import Request
 from tpverify.tree import DraftTree
 
 
@@ -173,7 +174,11 @@ def test_plan_runs_many_layers_and_many_steps():
         parents = [random_parents(random.Random(step * 2 + i), n) for i, n in enumerate((33, 5))]
         trees = [DraftTree.from_parents(np.arange(len(p)), np.array(p)) for p in parents]
         spans = [(slots[:300], slots[300:333]), (slots[400 : 400 + step], slots[500:505])]
-        plan.update([VerifyRequest(*span, tree) for span, tree in zip(spans, trees, strict=True)])
+        if step == 1:  # slots as a replica has them
+            tables = [[slots.numpy().astype(np.int32) for slots in span] for span in spans]
+            plan.take([Request(*t, tree.ancestor_words(), tree.depths) for t, tree in zip(tables, trees, strict=True)])
+        else:
+            plan.update([VerifyRequest(*span, tree) for span, tree in zip(spans, trees, strict=True)])
         for _ in range(2):
             pool, q = torch.randn(900, 576, generator=generator), torch.randn(38, 2, 576, generator=generator)
             out, lse = torch.full((38, 2, 512), torch.nan), torch.full((38, 2), torch.nan)

@@ -46,7 +46,10 @@ class Ring(StagingRing):
 def random_request(rng, prefix, nodes):
     parents = [-1] + [rng.randrange(max(0, i - 3), i) for i in range(1, nodes)]
     tree = DraftTree.from_parents(np.arange(nodes), parents)
-    slots = torch.tensor(rng.sample(range(1 << 20), prefix + nodes), dtype=torch.int64)
+    slots = np.array(rng.sample(range(1 << 20), prefix + nodes), np.int32)
+    slots.flags.writeable = False  # as a replica's are
+    if rng.random() < 0.5:
+        slots = torch.tensor(slots, dtype=torch.int64)
     return Request(slots[:prefix], slots[prefix:], tree.ancestor_words(), tree.depths), parents
 
 

@@ -273,7 +273,11 @@ def check_requests(requests: Sequence[VerifyRequest], pool_slots: int) -> list[c
 
 
 def plan_reference(requests: Sequence[cuda.Request], heads: int) -> list[RequestPlan]:
-    return [RequestPlan(r.prefix, r.tree, r.words, r.depths, heads) for r in requests]
+    return [RequestPlan(_as_index(r.prefix), _as_index(r.tree), r.words, r.depths, heads) for r in requests]
+
+
+def _as_index(slots: Tensor | np.ndarray) -> Tensor:
+    return slots if isinstance(slots, Tensor) else torch.from_numpy(slots.astype(np.int64))
 
 
 def _tensors_of(requests: Sequence[VerifyRequest]) -> list[RequestTensors]:

@@ -22,6 +22,7 @@ from tpverify.ops.attention import (
 )
 from tpverify.ops.cuda import CudaPlan, why_not
 from tpverify.ops.reference import RequestPlan
+from tpverify.ops.staging import Request
 
 ANY_POOL = 2**63 - 1  # slots are checked against the pool when the plan runs
 
@@ -80,12 +81,16 @@ class VerifyPlan:
         tokens = sum(len(request.prefix) for request in checked)
         if tokens > self.max_tokens:
             raise ArgumentError("requests", f"at most {self.max_tokens} prefix tokens in all", tokens)
-        if self._cuda:
-            self._cuda.update(checked)
-        else:
-            self._plans = plan_reference(checked, self.geometry.num_heads)
-        self._nodes = sum(request.nodes for request in checked)
+        self.take(checked)
         self._top_slot = max((int(s.max()) for r in checked for s in (r.prefix, r.tree) if len(s)), default=-1)
+
+    def take(self, requests: Sequence[Request]) -> None:
+        """The same for requests of whoever keeps the tables, whose slots and trees need no second look: a rank."""
+        if self._cuda:
+            self._cuda.update(requests)
+        else:
+            self._plans = plan_reference(requests, self.geometry.num_heads)
+        self._nodes, self._top_slot = sum(request.nodes for request in requests), -1
 
     @torch.no_grad()
     def run(self, q: Tensor, kv_pool: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:

@@ -14,10 +14,10 @@ SMALLEST = 1 << 12  # int32 values of a host buffer, which grows by doubling
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request: prefix [S] and tree [n] slots, ancestor words uint64 [n, ceil(n/64)], depths [n]."""
+    """A checked request: prefix [S] and tree [n] slots, ancestor words uint64 [n, ceil(n/64)], depths int32 [n]."""
 
-    prefix: Tensor
-    tree: Tensor
+    prefix: Tensor | np.ndarray  # int64, or int32 as a replica has them
+    tree: Tensor | np.ndarray
     words: np.ndarray
     depths: np.ndarray
 
@@ -76,7 +76,10 @@ class RequestTables:
         return [base, *(base + 4 * row * self._max_batch for row in range(5)), base]
 
     def upload(self, requests: Sequence[Request]) -> None:
-        """Replace the tables, in stream order. Slots on the CPU are part of the copy; those on the GPU stay there."""
+        """Replace the tables, in stream order. Slots on the CPU are part of the copy; those on the GPU stay there.
+
+        This is on the way of every step: a few calls of numpy a request, and the slots copied once.
+        """
         first_slot = 2 * (self._first_word + sum(request.words.size for request in requests))
         slot, node, word = first_slot, 0, self._first_word
         counts = []
@@ -85,20 +88,19 @@ class RequestTables:
             counts.append((slot, prefix, nodes, node, word))
             slot, node, word = slot + prefix + nodes, node + nodes, word + request.words.size
         host = self._ring.take(slot)
-        table = host[: 5 * self._max_batch].reshape(5, self._max_batch)
+        table = host[: 5 * self._max_batch].reshape(5, -1)
         table[:, len(requests) :] = 0  # requests without nodes
-        if requests:
-            table[:, : len(requests)] = np.array(counts, np.int32).T
-            masks = host[2 * self._first_word : first_slot].view(np.uint64)
-            np.concatenate([request.words.reshape(-1) for request in requests], out=masks)
+        table[:, : len(requests)].T[:] = counts or np.empty((0, 5))
         there = []
-        at = first_slot
-        for slots in (slots for request in requests for slots in (request.prefix, request.tree)):
-            part = slice(at, at := at + len(slots))
-            if slots.is_cpu:
-                host[part] = slots.numpy()
-            else:
-                there.append((part, slots))
+        at, masks = first_slot, host[:first_slot].view(np.uint64)
+        for request, (*_, word) in zip(requests, counts, strict=True):
+            masks[word : word + request.words.size] = request.words.reshape(-1)
+            for slots in (request.prefix, request.tree):
+                part = slice(at, at := at + len(slots))
+                if isinstance(slots, Tensor) and not slots.is_cpu:
+                    there.append((part, slots))
+                else:
+                    host[part] = slots
         self._ring.send(self._buffer[: len(host)])
         for part, slots in there:
             self._buffer[part] = slots
