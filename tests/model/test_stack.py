@@ -58,8 +58,8 @@ class Step:
         x, pool = numbers(stack.embed)[self.tokens.numpy()], numbers(self.pool)
         frequencies = CONFIG.rope_theta ** -(np.arange(0, 8, 2) / 8)
 
-        def norm(y, weight, eps=1e-6):
-            return y / np.sqrt((y * y).mean(-1, keepdims=True) + eps) * numbers(weight)
+        def norm(y, eps=1e-6):
+            return y / np.sqrt((y * y).mean(-1, keepdims=True) + eps)
 
         def rotate(y, position):
             angle = position * frequencies
@@ -69,11 +69,11 @@ class Step:
 
         for layer, w in enumerate(stack.layers):
             q_b, w_uk, w_uv = (np.concatenate([numbers(t) for t in parts], axis) for parts, axis in ((w.q_b, 1), (w.w_uk, 0), (w.w_uv, 0)))  # fmt: skip  # noqa: E501
-            normed = norm(x, w.norm)
-            q = (norm(normed @ numbers(w.q_a), w.q_a_norm) @ q_b).reshape(n, 16, -1)
-            kv = normed @ numbers(w.kv_a)
+            down = norm(x) @ numbers(w.down)
+            q = (norm(down[:, : CONFIG.q_lora_rank]) @ q_b).reshape(n, 16, -1)
+            kv = down[:, CONFIG.q_lora_rank :]
             own = [
-                np.concatenate([norm(kv[i, :latent], w.kv_a_norm), rotate(kv[i, latent:], float(self.positions[i]))])
+                np.concatenate([norm(kv[i, :latent]), rotate(kv[i, latent:], float(self.positions[i]))])
                 for i in range(n)
             ]
             attended = np.zeros((n, 16, CONFIG.v_head_dim))
@@ -95,7 +95,7 @@ class Step:
                         attended[first + i, head] = weights / weights.sum() @ (rows[:, :latent] @ w_uv[head])
                 first += len(tree)
             x = x + attended.reshape(n, -1) @ numbers(w.o_proj)
-        return norm(x, stack.norm)
+        return norm(x)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,12 @@ def alone(step, **options):
     return stack, step.run(stack, step.pool.clone(), lambda values: values)
 
 
-def test_hidden_states_are_those_of_float64(step):
-    stack, hidden = alone(step)
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_hidden_states_are_those_of_float64(step, size):
+    """Small ones too: a norm's eps then counts for as much as the mean square."""
+    stack, _ = alone(step)
+    stack.embed *= size
+    hidden = step.run(stack, step.pool.clone(), lambda values: values)
     exact = step.exact(stack)
     assert np.abs(hidden.numpy() - exact).max() < 1e-4 * np.abs(exact).max()
     assert torch.equal(stack.logits(hidden), hidden @ stack.head)

@@ -126,6 +126,10 @@ def test_what_it_does_not_do(worker: stack_worker.StackWorker) -> None:
         ArgumentError, match="requests: expected at most 1 with 7 nodes, 2 with 12 nodes, got 1 with 13"
     ):
         worker.handle(decode({seq: DraftTree.chain(range(13))}), [], replica)
+    log.draft(seq, 1)
+    replica.apply(*log.pending())
+    with pytest.raises(ValueError, match="tokens: expected ids below 40, got 40"):
+        worker.handle(decode({seq: DraftTree.chain([40])}), [], replica)
     with pytest.raises(TypeError, match="cannot do HiddenDigest"):
         worker.handle(HiddenDigest(seq, 1), [], replica)
 

@@ -1,6 +1,9 @@
 """Every attention layer of a model of Kimi-K2's size, and nothing between them: a step's cost at real depth and width.
 
 Weights are random and made where they are used, the same for every number of ranks. Feed-forward layers are left out.
+
+A norm is a row's scale here: its weights are the next matrix's, and a scale can wait until after a product. So nothing
+stands between the residual stream and the first product, and the scales are found beside the products.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,11 +45,7 @@ Gather = Callable[[Tensor], Tensor]  # [local heads, n, v_head_dim] -> [heads, n
 class LayerWeights:
     """Matrices as torch.mm takes them, input first. q_b, w_uk and w_uv: one for each of the rank's virtual shards."""
 
-    norm: Tensor
-    q_a: Tensor
-    q_a_norm: Tensor
-    kv_a: Tensor
-    kv_a_norm: Tensor
+    down: Tensor  # [hidden, q_lora_rank + row_dim]: of the queries, the latent, and the key's rotated part
     q_b: list[Tensor]  # [q_lora_rank, heads * qk_head_dim]
     w_uk: list[Tensor]  # [heads, qk_nope_head_dim, kv_lora_rank]
     w_uv: list[Tensor]  # [heads, kv_lora_rank, v_head_dim]
@@ -58,11 +57,9 @@ class Buffers:
     """Of a pass over n nodes. Random until written: a pass without all its parts reads them as they are."""
 
     x: Tensor  # [n, hidden], the residual stream
-    normed: Tensor
-    low: Tensor  # [n, q_lora_rank]
-    low_normed: Tensor
-    kv: Tensor  # [n, row_dim], before norm and rotation
-    q_b: Tensor  # [shards, n, heads of a shard, qk_head_dim]
+    down: Tensor  # [n, q_lora_rank + row_dim], before norms and rotation
+    q_b: Tensor  # [shards, n, heads of a shard, qk_head_dim], before norm and rotation
+    nope: Tensor  # [shards, n, heads of a shard, qk_nope_head_dim]
     q: Tensor  # [local heads, n, row_dim]: heads first, so that a shard's strides do not depend on the other heads
     out: Tensor  # [local heads, n, kv_lora_rank]
     values: Tensor  # [local heads, n, v_head_dim]
@@ -99,40 +96,38 @@ class AttentionStack:
         self.local_heads = self.shard_heads * len(self.shards)
         self.row_dim = config.kv_lora_rank + config.qk_rope_head_dim
         self.embed = self._draw(0, config.vocab_size, config.hidden_size)
-        self.norm = self._draw(1, config.hidden_size)
         self.head = self._draw(2, config.hidden_size, config.vocab_size)
         self.layers = [self._make(layer) for layer in range(config.num_hidden_layers)]
         exponents = torch.arange(0, config.qk_rope_head_dim, 2, device=device) / config.qk_rope_head_dim
         self._frequencies = config.rope_theta**-exponents
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._eps = torch.full((1, 1), config.rms_norm_eps, device=device)
+        on_gpu = device.type == "cuda"
+        self._latents_side, self._queries_side = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
 
     def _make(self, layer: int) -> LayerWeights:
         c, heads, name = self.config, self.shard_heads, 100 * (layer + 1)
         return LayerWeights(
-            norm=self._draw(name, c.hidden_size),
-            q_a=self._draw(name + 1, c.hidden_size, self._q_lora_rank),
-            q_a_norm=self._draw(name + 2, self._q_lora_rank),
-            kv_a=self._draw(name + 3, c.hidden_size, self.row_dim),
-            kv_a_norm=self._draw(name + 4, c.kv_lora_rank),
+            down=self._draw(name, c.hidden_size, self._q_lora_rank + self.row_dim),
             q_b=[self._draw(name + 10 + s, self._q_lora_rank, heads * c.qk_head_dim) for s in self.shards],
             w_uk=[self._draw(name + 20 + s, heads, c.qk_nope_head_dim, c.kv_lora_rank) for s in self.shards],
             w_uv=[self._draw(name + 30 + s, heads, c.kv_lora_rank, c.v_head_dim) for s in self.shards],
-            o_proj=self._draw(name + 5, c.num_attention_heads * c.v_head_dim, c.hidden_size),
+            o_proj=self._draw(name + 1, c.num_attention_heads * c.v_head_dim, c.hidden_size),
         )
 
     def _draw(self, name: int, *shape: int) -> Tensor:
-        """Weights that keep the size of what they multiply: around 1 for a norm, else by the inputs' number."""
+        """Weights that keep the size of what they multiply."""
         generator = torch.Generator(self._device).manual_seed(1_000_000 * self._seed + name)
         drawn = torch.randn(shape, generator=generator, device=self._device, dtype=self._dtype)
-        return drawn.mul_(0.1).add_(1) if len(shape) == 1 else drawn.mul_(shape[-2] ** -0.5)
+        return drawn.mul_(shape[-2] ** -0.5)
 
     def buffers(self, n: int) -> Buffers:
         c = self.config
         shapes = {
-            "x": (n, c.hidden_size), "normed": (n, c.hidden_size), "low": (n, self._q_lora_rank),
-            "low_normed": (n, self._q_lora_rank), "kv": (n, self.row_dim),
-            "q_b": (len(self.shards), n, self.shard_heads, c.qk_head_dim), "q": (self.local_heads, n, self.row_dim),
-            "out": (self.local_heads, n, c.kv_lora_rank), "values": (self.local_heads, n, c.v_head_dim),
+            "x": (n, c.hidden_size), "down": (n, self._q_lora_rank + self.row_dim),
+            "q_b": (len(self.shards), n, self.shard_heads, c.qk_head_dim),
+            "nope": (len(self.shards), n, self.shard_heads, c.qk_nope_head_dim),
+            "q": (self.local_heads, n, self.row_dim), "out": (self.local_heads, n, c.kv_lora_rank),
+            "values": (self.local_heads, n, c.v_head_dim),
             "all_values": (c.num_attention_heads, n, c.v_head_dim),
             "attended": (n, c.num_attention_heads, c.v_head_dim),
         }  # fmt: skip
@@ -153,39 +148,48 @@ class AttentionStack:
             if "attention" in self._parts:
                 attend(layer, b.q.transpose(0, 1), b.out.transpose(0, 1))
             self._add_values(weights, b, gather)
-        return self._normed(b.x, self.norm, self.config.rms_norm_eps)
+        return F.rms_norm(b.x, b.x.shape[1:], eps=self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [n, hidden] -> [n, vocab]."""
         return hidden @ self.head
 
     def _queries_and_latents(self, w: LayerWeights, b: Buffers, rotation: Tensor, rows: Tensor, pool: Tensor) -> None:
+        """Into b.q and pool[rows]. Products on the current stream; beside them, on two more, nearly all of the rest."""
         gemm, rest = "gemm" in self._parts, "rest" in self._parts
-        nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+        nope, latent, low = self.config.qk_nope_head_dim, self.config.kv_lora_rank, self._q_lora_rank
         if rest:
-            b.normed = self._normed(b.x, w.norm, self.config.rms_norm_eps)
-        with self._aside():
-            if gemm:
-                torch.mm(b.normed, w.kv_a, out=b.kv)
-            if rest:
-                row = [self._normed(b.kv[:, :latent], w.kv_a_norm, NORM_EPS), _rotated(b.kv[:, latent:], rotation)]
-                pool.index_copy_(0, rows, torch.cat(row, dim=1))
+            with _aside(self._latents_side):
+                square = _mean_square(b.x, self._eps)
+                # The mean square of a normed row's product, were the row not normed, is `square` times as large.
+                eps, key_turn = square * NORM_EPS, rotation * square.rsqrt()
         if gemm:
-            torch.mm(b.normed, w.q_a, out=b.low)
+            torch.mm(b.x, w.down, out=b.down)
         if rest:
-            b.low_normed = self._normed(b.low, w.q_a_norm, NORM_EPS)
+            with _aside(self._queries_side, self._latents_side):
+                query_scale = _mean_square(b.down[:, :low], eps).rsqrt_()
+                query_turn = (rotation * query_scale)[:, None]
+            with _aside(self._latents_side):
+                row = torch.empty(len(rows), self.row_dim, dtype=self._dtype, device=self._device)
+                kv = b.down[:, low:]
+                torch.mul(kv[:, :latent], _mean_square(kv[:, :latent], eps).rsqrt_(), out=row[:, :latent])
+                row[:, latent:] = _turned(kv[:, latent:], key_turn)
+                pool.index_copy_(0, rows, row)
         if gemm:
             for shard, q_b in enumerate(w.q_b):
-                torch.mm(b.low_normed, q_b, out=b.q_b[shard].flatten(1))
-        with self._aside():
-            if rest:
-                rotated = _rotated(b.q_b[..., nope:], rotation[:, None])
-                b.q.unflatten(0, (-1, self.shard_heads))[..., latent:] = rotated.transpose(1, 2)
+                torch.mm(b.down[:, :low], q_b, out=b.q_b[shard].flatten(1))
+        if rest:
+            _join(self._queries_side)
+            with _aside(self._queries_side):
+                turned = _turned(b.q_b[..., nope:], query_turn)
+                b.q.unflatten(0, (-1, self.shard_heads))[..., latent:] = turned.transpose(1, 2)
+            torch.mul(b.q_b[..., :nope], query_scale[:, None], out=b.nope)
         if gemm:
             for shard, w_uk in enumerate(w.w_uk):
-                absorbed = b.q[self._heads(shard), :, :latent]
-                torch.bmm(b.q_b[shard, :, :, :nope].transpose(0, 1), w_uk, out=absorbed)
-        self._join()
+                torch.bmm(b.nope[shard].transpose(0, 1), w_uk, out=b.q[self._heads(shard), :, :latent])
+        if rest:
+            _join(self._latents_side)
+            _join(self._queries_side)
 
     def _add_values(self, w: LayerWeights, b: Buffers, gather: Gather) -> None:
         gemm = "gemm" in self._parts
@@ -204,26 +208,33 @@ class AttentionStack:
         """Of the rank's `shard`th virtual shard, among its own."""
         return slice(shard * self.shard_heads, (shard + 1) * self.shard_heads)
 
-    @staticmethod
-    def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """On a second stream, beside what follows, until _join: small kernels then cost no time of their own."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            yield
-
-    def _join(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+def _mean_square(x: Tensor, eps: Tensor) -> Tensor:
+    """Of x's rows [n, width], plus eps [n or 1, 1]: float32 [n, 1]."""
+    root = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
+    return torch.addcmul(eps, root, root, value=1 / x.shape[1])
 
 
-def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
-    """x [..., rope_dim], neighbours as pairs, each turned by its number of complex [..., rope_dim / 2]."""
+def _turned(x: Tensor, turn: Tensor) -> Tensor:
+    """x [..., rope_dim], neighbours as pairs, each times its number of complex [..., rope_dim / 2]: float32."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * turn).flatten(-2)
+
+
+@contextmanager
+def _aside(side: torch.cuda.Stream | None, other: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """On stream `side` once the current one has done all that it was given, and `other` too, until _join: small kernels
+    beside large ones cost no time of their own. On the CPU there is no side."""
+    if side is None:
+        yield
+        return
+    side.wait_stream(torch.cuda.current_stream())
+    if other is not None:
+        side.wait_stream(other)
+    with torch.cuda.stream(side):
+        yield
+
+
+def _join(side: torch.cuda.Stream | None) -> None:
+    if side is not None:
+        torch.cuda.current_stream().wait_stream(side)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tpverify.ops.attention import TreeMask, VerifyRequest
+from tpverify.ops.staging import Request
 from tpverify.runtime.graphs import Bucket
 from tpverify.runtime.messages import DecodedRequest, DecodeRequest
 from tpverify.tree import uniform
@@ -41,8 +41,7 @@ class StepRequest:
         self.prefix, self.slots = prefix, slots
         self.tokens = np.frombuffer(request.tokens, "<i8")
         self.parents = np.frombuffer(request.parents, "<i4")
-        self.mask = _mask(request.parents)
-        self.depths = self.mask.depths.numpy()  # type: ignore[union-attr]
+        self.words, self.depths = _mask(request.parents)
         if not len(self.tokens) == len(self.parents) == len(slots):
             raise ValueError(f"a node's token, parent and slot: {len(self.tokens)}, {len(self.parents)}, {len(slots)}")
 
@@ -50,8 +49,9 @@ class StepRequest:
         return len(self.tokens)
 
     @property
-    def verify(self) -> VerifyRequest:
-        return VerifyRequest(self.prefix, self.slots, self.mask)
+    def verify(self) -> Request:
+        """For VerifyPlan.take."""
+        return Request(self.prefix, self.slots, self.words, self.depths)
 
     @property
     def committed(self) -> int:
@@ -66,7 +66,8 @@ class StepRequest:
 
 
 @functools.lru_cache(maxsize=256)  # chains are the same at every step
-def _mask(parents: bytes) -> TreeMask:
+def _mask(parents: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Ancestor words uint64 [n, ceil(n/64)] and depths int32 [n]."""
     depths: list[int] = []
     rows: list[int] = []
     for node, parent in enumerate(np.frombuffer(parents, "<i4").tolist()):
@@ -75,8 +76,8 @@ def _mask(parents: bytes) -> TreeMask:
         depths.append(depths[parent] + 1 if node else 0)
         rows.append((rows[parent] if node else 0) | 1 << node)
     width = -(-len(rows) // 64) * 8
-    words = np.frombuffer(bytearray().join(row.to_bytes(width, "little") for row in rows), np.int64)
-    return TreeMask(torch.from_numpy(words.reshape(len(rows), -1)), torch.tensor(depths, dtype=torch.int32))
+    words = np.frombuffer(b"".join(row.to_bytes(width, "little") for row in rows), np.uint64)
+    return words.reshape(len(rows), -1), np.array(depths, np.int32)
 
 
 class StepBuffers:

@@ -1,6 +1,7 @@
 """The attention stack on one GPU rank: a step is one upload, two CUDA graphs and one small download."""
 
 import time
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -20,10 +21,11 @@ from tpverify.ops.staging import StagingRing
 from tpverify.runtime.comm import GpuComm
 from tpverify.runtime.device import latent_pool
 from tpverify.runtime.frames import frame_of
+from tpverify.runtime.gpu_step import StepRequest
 from tpverify.runtime.graphs import Bucket, Graphs
 from tpverify.runtime.messages import ContentDigest, Decode, Decoded, DecodedRequest, DecodeRequest, Frame, Work
+from tpverify.runtime.moves import move_kept
 from tpverify.runtime.stages import StageClock
-from tpverify.tree import DraftTree, accept_greedy
 
 
 class StackOptions(msgspec.Struct, frozen=True):
@@ -65,10 +67,14 @@ class StackWorker:
         self._lse = torch.zeros(most, self.stack.local_heads, device=self.device)
         self._choices = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._answer = torch.zeros(most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._vocab_size = config.vocab_size
         self._ring = StagingRing()
         self._clock = StageClock(self.device)
         self._layers = Graphs(self._run_layers, buckets)
         self._head = Graphs(self._run_head, buckets)
+
+    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> None:
+        move_kept(replica, src, dst, self.pool)
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
@@ -109,44 +115,60 @@ class StackWorker:
         self.comm.allgather_into(values, out)
         return out.flatten(0, 1)
 
-    def _decode(self, requests: Sequence[DecodeRequest], replica: Replica) -> Decoded | None:
+    def _decode(self, asked: Sequence[DecodeRequest], replica: Replica) -> Decoded | None:
         self._clock.start()
-        trees = [_tree(request) for request in requests]
-        prefixes = [replica.prefix_slots(request.seq) for request in requests]
-        slots = [replica.tree_slots(request.seq) for request in requests]
-        nodes = sum(map(len, trees))
-        bucket = self._layers.bucket_for(len(trees), nodes)
-        self._plans[bucket].update([VerifyRequest(*one) for one in zip(prefixes, slots, trees, strict=True)])
+        requests = [StepRequest(one, replica.prefix_slots(one.seq), replica.tree_slots(one.seq)) for one in asked]
+        nodes = sum(map(len, requests))
+        bucket = self._layers.bucket_for(len(requests), nodes)
+        self._plans[bucket].take([request.verify for request in requests])
         self._clock.mark("plan")
-        self._upload(bucket, trees, prefixes, slots)
+        self._upload(bucket, requests)
         self._clock.mark("upload")
         self._layers.replay(bucket)
         self._clock.mark("layers")
         self._head.replay(bucket)
         self._answer[:nodes].copy_(self._choices[:nodes], non_blocking=True)
         self._clock.mark("head")
+        children = [_children(request) for request in requests]  # while the GPU is busy
         self.comm.wait()
         if self.comm.rank != 0:
             return None
-        start = time.perf_counter()
-        choices = np.split(self._answer[:nodes].numpy(), np.cumsum([len(tree) for tree in trees])[:-1])
-        walked = [accept_greedy(tree, chosen) for tree, chosen in zip(trees, choices, strict=True)]
-        seconds = self._clock.seconds() | {"accept": time.perf_counter() - start}
-        return Decoded([DecodedRequest(found.path.tobytes(), found.bonus, b"", b"") for found in walked], seconds)
+        start, first, found = time.perf_counter(), 0, []
+        choices = self._answer[:nodes].tolist()
+        for request, below in zip(requests, children, strict=True):
+            path, bonus = _walk(below, choices, first)
+            found.append(DecodedRequest(array("i", path).tobytes(), bonus, b"", b""))
+            first += len(request)
+        accept = time.perf_counter() - start
+        return Decoded(found, self._clock.seconds() | {"accept": accept})
 
-    def _upload(
-        self, bucket: Bucket, trees: list[DraftTree], prefixes: list[np.ndarray], slots: list[np.ndarray]
-    ) -> None:
+    def _upload(self, bucket: Bucket, requests: list[StepRequest]) -> None:
         """Tokens, positions and pool rows of all nodes; padding is token 0 at position 0, written to slot 0."""
-        n = bucket.nodes
-        packed = self._ring.take(6 * n).view(np.int64).reshape(3, n)
-        nodes = sum(map(len, trees))
-        packed[:, nodes:] = 0
-        np.concatenate([tree.tokens for tree in trees], out=packed[0, :nodes])
-        np.concatenate([t.positions(len(p)) for t, p in zip(trees, prefixes, strict=True)], out=packed[1, :nodes])
-        np.concatenate(slots, out=packed[2, :nodes], casting="same_kind")
-        self._ring.send(self._inputs[: 3 * n].view(torch.int32))
+        packed = self._ring.take(6 * bucket.nodes).view(np.int64).reshape(3, -1)
+        row = 0
+        for request in requests:
+            if not 0 <= request.tokens.min() <= request.tokens.max() < self._vocab_size:
+                raise ValueError(f"tokens: expected ids below {self._vocab_size}, got {request.tokens.max()}")
+            rows = slice(row, row := row + len(request))
+            packed[0, rows] = request.tokens
+            packed[1, rows] = request.depths
+            packed[1, rows] += request.committed
+            packed[2, rows] = request.slots
+        packed[:, row:] = 0
+        self._ring.send(self._inputs[: 3 * bucket.nodes].view(torch.int32))
 
 
-def _tree(request: DecodeRequest) -> DraftTree:
-    return DraftTree.from_parents(np.frombuffer(request.tokens, "<i8"), np.frombuffer(request.parents, "<i4"))
+Children = dict[tuple[int, int], int]  # a node by its parent and its token, the root included
+
+
+def _children(request: StepRequest) -> Children:
+    below = zip(request.parents.tolist(), request.tokens.tolist(), strict=True)
+    return {one: node for node, one in enumerate(below)}
+
+
+def _walk(children: Children, choices: list[int], first: int) -> tuple[list[int], int]:
+    """Path and bonus of a tree whose nodes' choices start at `first`: tree.accept_greedy, where microseconds count."""
+    path = [0]
+    while (node := children.get((path[-1], choices[first + path[-1]]))) is not None:
+        path.append(node)
+    return path, choices[first + path[-1]]
