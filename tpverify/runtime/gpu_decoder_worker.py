@@ -159,7 +159,7 @@ class GpuDecoderWorker:
         bucket = self.verify.bucket_for(len(requests), sum(map(len, requests)))
         step = self.steps[bucket]
         step.upload(requests)
-        self.plans[bucket].update([request.verify for request in requests])
+        self.plans[bucket].take([request.verify for request in requests])
         marks = [self._mark()]
         self.verify.replay(bucket)
         marks.append(self._mark())
