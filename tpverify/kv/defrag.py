@@ -170,13 +170,15 @@ def _gain(layout: Layout, placed: Listlike[tuple[int, int, Slots]]) -> int:
 
 
 def _harm(layout: Layout, slots: Slots, windows: Mask) -> int:
-    """How many it may add, at most: each row of another chain that it puts aside may become an extent of its own."""
+    """How many it may add, at most: each row of another chain that it puts aside may become an extent of its own, and what
+    is left of that extent may be in two."""
     aside = windows.copy()
     aside[slots] = False
     if not aside.take(layout.slots).any():
         return 0
     rows = np.add.reduceat(aside.take(layout.slots), layout.begins, dtype=np.intp)
-    return int(rows.sum()) - int(np.count_nonzero(rows == layout.lengths))
+    torn = rows[rows > 0]
+    return int(torn.sum()) + torn.size - 2 * int(np.count_nonzero(torn == layout.lengths[rows > 0]))
 
 
 def _segments(layout: Layout, chain: int, goal: int) -> tuple[list[tuple[int, int]], int]:

@@ -149,6 +149,10 @@ class KvLog:
         self._cache.insert(key, sequence.prefix[: key.size])
         self._record(Retain(extents.pack(new)))
 
+    def shared(self, tokens: npt.ArrayLike) -> int:
+        """How many slots that open(tokens) would start with are read by an open sequence, so that they cost nothing."""
+        return self._cache.read(_as_tokens(tokens)[:-1])
+
     def close(self, seq: int, tokens: npt.ArrayLike | None = None) -> None:
         """End a sequence; slots that no fork reads any longer become free. With the token ids of its first committed
         positions, the cache keeps those."""
@@ -174,6 +178,7 @@ class KvLog:
         if self._quarantine:
             return Moved(0, before, before, False)
         pinned = self._pins > 0
+        pinned[self._tables.slots.limit :] = True  # what lies there is for `resize` to move: its slots do not come back
         for _ in range(2):  # the job under way may turn out to be over
             if self._job is None:
                 self._job = self._plan(pinned, goal, threshold, most)

@@ -48,6 +48,12 @@ class RadixCache:
         """Length of the longest cached prefix of tokens int64 [n]."""
         return self._walk(tokens)[1]
 
+    def read(self, tokens: Tokens) -> int:
+        """How much of the longest cached prefix of tokens int64 [n] is read by a sequence: who reads a row reads all
+        before it."""
+        path, matched = self._walk(tokens)
+        return min(matched, sum(node.slots.size - self._unread(node) for node in path))
+
     def insert(self, tokens: Tokens, slots: Slots) -> None:
         """Cache what is not cached yet of tokens int64 [n] in slots int32 [n]; what is stays where it is."""
         start = self.match(tokens).size
