@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tpverify.config import MlaGeometry
 from tpverify.kv.log import Replica
-from tpverify.ops.attention import KV_LORA_RANK, TreeMask, VerifyRequest
+from tpverify.ops.attention import KV_LORA_RANK
 from tpverify.ops.move import move_rows
 from tpverify.ops.plan import VerifyPlan
+from tpverify.ops.staging import Request
 from tpverify.runtime.comm import Comm
 from tpverify.runtime.device import latent_pool
 from tpverify.runtime.frames import frame_of, tensor_of
@@ -86,9 +87,9 @@ class AttentionWorker:
         self._clock.start()
         requests = [_request(request, replica) for request in work.requests]
         nodes = sum(request.n for request in work.requests)
-        self.plan.update(requests)
+        self.plan.take(requests)
         self._clock.mark("plan")
-        self._store(np.concatenate([request.tree_slots for request in requests]), self._rows(frames[0], nodes))
+        self._store(np.concatenate([request.tree for request in requests]), self._rows(frames[0], nodes))
         q = self._rows(frames[1], nodes, self.local_heads)
         share_bytes = len(self.pool) * nodes * self.local_heads * (KV_LORA_RANK * q.itemsize + 4)
         share = torch.empty(share_bytes, dtype=torch.uint8, device=self.device)
@@ -136,7 +137,8 @@ class AttentionWorker:
         return blake2b(frame_of(self.pool[:, self._upload(slots)].cpu()), digest_size=8).hexdigest()
 
 
-def _request(request: TreeRequest, replica: Replica) -> VerifyRequest:
+def _request(request: TreeRequest, replica: Replica) -> Request:
+    """As the tree and the tables have it: the coordinator checked both."""
     words = np.frombuffer(request.words, "<u8").reshape(request.n, -1)
-    mask = TreeMask(words, np.frombuffer(request.depths, "<i4"))
-    return VerifyRequest(replica.prefix_slots(request.seq), replica.tree_slots(request.seq), mask)
+    depths = np.frombuffer(request.depths, "<i4")
+    return Request(replica.prefix_slots(request.seq), replica.tree_slots(request.seq), words, depths)
