@@ -90,7 +90,7 @@ def main() -> None:
     steps: list[dict[str, Any]] = []
     with RankGroup(max(tps), args.device, deadline_s=120) as group:
         for tp in tps:
-            engine = Engine("tiny", tp=tp, group=group)
+            engine = Engine("tiny", tp=tp, group=group, prefix_cache=False)
             runs = [("autoregressive", 0), ("chain", 0), *(("ddtree", budget) for budget in BUDGETS)]
             for run in runs:
                 measure(engine, prompts[:1], 16, *run)  # warm up

@@ -32,7 +32,7 @@ def ray_session() -> Iterator[None]:
 
 def runs(group: RankGroup, tp: int) -> list[GenerationResult]:
     """Every way, at both temperatures, three prompts together, in chunks. The engine compares the ranks' digests."""
-    engine, found = Engine("tiny", tp=tp, group=group, prefill_chunk=100), []
+    engine, found = Engine("tiny", tp=tp, group=group, prefill_chunk=100, prefix_cache=False), []
     for strategy, budget in WAYS:
         for temperature in TEMPERATURES:
             options = {"max_new_tokens": 32, "temperature": temperature, "seed": 9}

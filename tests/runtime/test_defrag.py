@@ -11,7 +11,6 @@ from tpverify.config import MlaGeometry, RuntimeConfig
 from tpverify.errors import ArgumentError, PoolFull
 from tpverify.kv.log import Append, Move, Open, Replica
 from tpverify.runtime.attention_worker import AttentionWorker
-from tpverify.runtime.messages import ContentDigest
 from tpverify.runtime.ranks import RankGroup
 from tpverify.runtime.runtime import Draft, VerifyRuntime
 from tpverify.tree.accept import Accept
@@ -136,13 +135,14 @@ def test_a_row_that_is_not_what_it_was_is_named(monkeypatch: pytest.MonkeyPatch)
     replica = Replica(16)
     replica.apply(1, [Open(7), Append(7, int32(3, 4, 6)), Move(int32(4, 9, 1, 6, 10, 1))])
     whole = worker.pool[:, [3, 4, 6]].clone()
-    worker.handle(ContentDigest(7), [], replica)
+    ((src, dst),) = replica.take_moves()
+    worker.move(src, dst, replica)
     assert torch.equal(worker.pool[:, [3, 9, 10]], whole)
 
     def lower_layer(pool: torch.Tensor, src: np.ndarray, dst: np.ndarray) -> None:
         pool[:1, dst] = pool[:1, src]
 
-    monkeypatch.setattr("tpverify.runtime.attention_worker.move_rows", lower_layer)
+    monkeypatch.setattr("tpverify.runtime.moves.move_rows", lower_layer)
     replica.apply(4, [Move(int32(10, 12, 1))])
     with pytest.raises(RuntimeError, match="slot 12, read by sequence 7 at position 2"):
-        worker.handle(ContentDigest(7), [], replica)
+        worker.move(*replica.take_moves()[0], replica)

@@ -101,7 +101,7 @@ def compare(
     The first len(cases) runs are the tree runs on tp ranks, which the listener hears as they go. options: what
     Engine.generate takes besides the prompt, strategy and temperature.
     """
-    with Engine(model, tp, group=group) as engine:
+    with Engine(model, tp, group=group, prefix_cache=False) as engine:  # each run pays for its own prompt
         for strategy in STRATEGIES:
             engine.generate(cases[0].prompt, strategy=strategy, max_new_tokens=WARM_UP_TOKENS)
         for case in cases:
@@ -110,7 +110,7 @@ def compare(
             for case in cases:
                 yield decode(engine, case, strategy, options)
     for fewer in divisors(tp)[:-1]:
-        with Engine(model, fewer, group=group) as engine:
+        with Engine(model, fewer, group=group, prefix_cache=False) as engine:
             for case in cases:
                 yield decode(engine, case, TREE, options)
 

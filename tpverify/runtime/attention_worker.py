@@ -12,13 +12,13 @@ from torch import Tensor
 from tpverify.config import MlaGeometry
 from tpverify.kv.log import Replica
 from tpverify.ops.attention import KV_LORA_RANK
-from tpverify.ops.move import move_rows
 from tpverify.ops.plan import VerifyPlan
 from tpverify.ops.staging import Request
 from tpverify.runtime.comm import Comm
 from tpverify.runtime.device import latent_pool
 from tpverify.runtime.frames import frame_of, tensor_of
 from tpverify.runtime.messages import Attend, ContentDigest, Frame, TreeRequest, Work, Write
+from tpverify.runtime.moves import move_kept
 from tpverify.runtime.stages import StageClock
 
 
@@ -56,8 +56,6 @@ class AttentionWorker:
         self.plan = VerifyPlan(geometry, shape.max_batch, shape.max_nodes, max_tokens, self.device)
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
-        for src, dst in replica.take_moves():
-            self._move(src, dst, replica)
         if isinstance(work, Write):
             return None, self._write(work, frames, replica)
         if isinstance(work, Attend):
@@ -67,15 +65,8 @@ class AttentionWorker:
             return self._content_digest(replica.prefix_slots(work.seq)), []
         raise TypeError(f"an attention rank cannot do {type(work).__name__}")
 
-    def _move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> None:
-        """RuntimeError, which fences the rank, if a row is not afterwards what it was."""
-        move_rows(self.pool, src, dst)
-        old, new = (self.pool[:, self._upload(slots)].flatten(2).view(torch.uint8) for slots in (src, dst))
-        wrong = (old != new).any(2).any(0).nonzero()
-        if len(wrong):
-            slot = int(dst[int(wrong[0])])
-            readers = ", ".join(f"sequence {seq} at position {at}" for seq, at in replica.readers(slot))
-            raise RuntimeError(f"a moved row is not what it was: slot {slot}, read by {readers or 'the cache'}")
+    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> None:
+        move_kept(replica, src, dst, self.pool)
 
     def _write(self, work: Write, frames: list[memoryview], replica: Replica) -> list[Frame]:
         slots = replica.prefix_slots(work.seq)[work.start : work.start + work.count]

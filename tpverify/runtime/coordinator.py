@@ -2,18 +2,28 @@
 
 import os
 import tempfile
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from tpverify.config import check_int, check_type
-from tpverify.errors import ClusterError
-from tpverify.kv.log import KvLog
+from tpverify.errors import ClusterError, PoolFull
+from tpverify.kv.defrag import GOAL
+from tpverify.kv.log import KvLog, Moved
+from tpverify.kv.pacer import Pacer
 from tpverify.runtime.messages import Configure, Frame, Ping, Step, Work
 from tpverify.runtime.ranks import RENDEZVOUS, START_DEADLINE_S, Answer, RankGroup
+
+SCATTERED = 16  # extents: a chain of more is brought together by itself, to GOAL or fewer
+ROWS_AT_ONCE = 4096  # of a wave of moves that nobody asked for
+
+Result = TypeVar("Result")
 
 
 class Coordinator:
     """Drives ranks 0..tp-1 of a group through `log`, a KvLog whose changes ride on the next step.
+
+    Scattered rows are brought together between steps, when `pacer` allows it. No output changes by a bit.
 
     kind, options: the workers that the ranks build, see rank.WORKERS. Building a coordinator resets those ranks, and
     ends an earlier one on the same group. One thread at a time.
@@ -34,6 +44,8 @@ class Coordinator:
         self.tp = group.size if tp is None else check_int("tp", tp, 1, group.size)
         self._log = KvLog(num_slots, max_sequences)
         self.steps = 0
+        self.pacer, self.moves = Pacer(), 0
+        self._wave: tuple[Moved, float] | None = None  # that the next step carries, and the seconds its plan took
         self._answered = ""
         group.coordinator = self
         with tempfile.TemporaryDirectory(prefix="tpverify-") as directory:
@@ -54,8 +66,8 @@ class Coordinator:
         return self._log
 
     def stats(self) -> dict[str, int]:
-        """The log's counts, and `steps` sent; after the end too."""
-        return self._log.stats() | {"steps": self.steps}
+        """The log's counts, `steps` sent, and `moves`, the rows moved by themselves; after the end too."""
+        return self._log.stats() | {"steps": self.steps, "moves": self.moves}
 
     def close(self) -> None:
         """End this coordinator; the group stays as it is."""
@@ -70,12 +82,43 @@ class Coordinator:
         frames go to every rank, then own[rank] to that rank alone. Raises RankFailure if a rank fails, dies or is late,
         or if its tables differ from the log's; the group is closed then.
         """
-        return self._step(work, frames, own, None)
+        start = time.perf_counter()
+        answers = self._step(work, frames, own, None)
+        self._pace(time.perf_counter() - start, max(answer.reply.seconds["move"] for answer in answers))
+        if not isinstance(work, Ping) and self.pacer.due():
+            self._defrag()
+        return answers
+
+    def reserve(self, change: Callable[[], Result]) -> Result:
+        """change(), which takes slots of the log. In a full pool it is tried again when slots that rows have moved out
+        of are free."""
+        try:
+            return change()
+        except PoolFull:
+            if not self.log.stats()["quarantined"]:
+                raise
+        while self.log.stats()["quarantined"]:
+            self.step(Ping())
+        return change()
 
     def digests(self) -> dict[str | int, str]:
         """Structural digests: of the log as "driver", and of every rank by number."""
         answers = self.step(Ping())
         return {"driver": self._answered} | {answer.reply.rank: answer.reply.digest for answer in answers}
+
+    def _pace(self, seconds: float, moving: float) -> None:
+        """After a step of so many seconds, `moving` of them for the wave that it carried."""
+        if self._wave is not None:
+            moved, planning = self._wave
+            self.pacer.ran(planning + moving, moved.moves, moved.done)
+            self._wave = None
+        self.pacer.step(seconds - moving)
+
+    def _defrag(self) -> None:
+        start = time.perf_counter()
+        moved = self._log.defrag(ROWS_AT_ONCE, goal=min(GOAL, SCATTERED), threshold=SCATTERED)
+        self._wave = moved, time.perf_counter() - start
+        self.moves += moved.moves
 
     def _step(
         self, work: Work, frames: Sequence[Frame], own: Sequence[Sequence[Frame]] | None, deadline_s: float | None

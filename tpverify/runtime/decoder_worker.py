@@ -31,6 +31,7 @@ from tpverify.runtime.messages import (
     HiddenStates,
     Work,
 )
+from tpverify.runtime.moves import move_kept
 from tpverify.tree import DraftTree, accept_walk, sample_token, softmax, uniform
 
 
@@ -66,6 +67,10 @@ class DecoderWorker:
             self.drafter = CpuDrafter(drafter, config.max_position_embeddings)
             self.features = torch.zeros(shape.num_slots, self.drafter.feature_dim)
             self.context = torch.zeros(shape.num_slots, self.drafter.context_dim)
+
+    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> None:
+        drafting = (self.features, self.context) if self.drafter is not None else ()
+        move_kept(replica, src, dst, self.pool, self.hidden, *drafting)
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
@@ -133,11 +138,15 @@ class DecoderWorker:
         return accepted.path, accepted.bonus
 
     def _draft(self, request: DecodeRequest, prefix: Tensor, path: Tensor, bonus: int) -> tuple[np.ndarray, np.ndarray]:
-        """The drafter's most probable tokens at each depth below `bonus`, once `path` is committed."""
+        """The drafter's most probable tokens at each depth below `bonus`, once `path` is committed.
+
+        Context rows are written for whoever drafts after these tokens, if only a later sequence.
+        """
+        if self.drafter is not None:
+            self.context[path] = self.drafter.context(self.features[path], len(prefix))
         if self.drafter is None or request.candidates == 0:
             return np.empty(0, np.float32), np.empty(0, np.int64)
         committed = len(prefix) + len(path)
-        self.context[path] = self.drafter.context(self.features[path], len(prefix))
         window = torch.cat([prefix, path])[-self.drafter.window :]
         logits = self.drafter(self.context[window], bonus, committed)
         # A stable sort: equal logits rank by token id.

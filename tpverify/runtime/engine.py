@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 
 from tpverify.config import check_type
-from tpverify.errors import ArgumentError, PoolFull, describe
+from tpverify.errors import ArgumentError, describe
 from tpverify.kv.log import KvLog
+from tpverify.runtime.admission import Admission, Call
 from tpverify.runtime.coordinator import Coordinator
 from tpverify.runtime.device import for_decoder
 from tpverify.runtime.generation import Generation, GenerationOptions, GenerationResult
@@ -26,14 +27,17 @@ class Engine:
     """A model over `tp` ranks. A context manager.
 
     Several streams and threads may use one engine: their steps take turns, and its slots are shared out among all. A
-    call's further prompts wait while its own sequences leave no room for them, but never for another call's.
+    prompt for which there is no room waits, in order of arrival, for sequences to end, at most deadline_s; not where
+    all that could end is for the waiting thread itself to step.
 
     model: "tiny", the shipped byte-level model, or the directory of a checkpoint in DeepSeek-V3's layout (dense layers,
     safetensors; a drafter/ folder beside it makes "ddtree" and "chain" possible). device: "auto" takes GPUs where every
     rank can have one and the kernel takes the model; stats() says which it was, and why not GPUs. oversubscribe: ranks
     share GPUs, to compare numbers of ranks. num_slots: tokens that the KV pool can hold, the trees being verified
-    included. max_batch: sequences a step; further prompts wait. prefill_chunk: prompt tokens a step. group: ranks to
-    use instead of starting some, wherever they are; closing the engine leaves them running.
+    included. max_batch: sequences a step; further prompts wait. prefill_chunk: prompt tokens a step. prefix_cache: keep
+    what sequences have committed, while nobody needs the slots, for prompts that begin with the same tokens. On CPUs
+    that changes no bit; on GPUs rows round as the step that computed them did, which may have had another shape. group:
+    ranks to use instead of starting some, wherever they are; closing the engine leaves them running.
 
     Raises ArgumentError (bad input, a checkpoint that lacks a tensor, tp that does not divide the heads), before any
     rank is started; ClusterError (no place for the ranks, or an engine that has ended); RankFailure (a rank died, hung
@@ -49,6 +53,7 @@ class Engine:
         num_slots: int = 16384,
         max_batch: int = 8,
         prefill_chunk: int = 256,
+        prefix_cache: bool = True,
         deadline_s: float = 60.0,
         oversubscribe: bool = False,
         group: RankGroup | None = None,
@@ -58,8 +63,8 @@ class Engine:
         )
         self.setup, self.config, self.drafter, self.tp = setup, setup.config, setup.drafter, setup.tp
         self._turn = threading.RLock()  # a signal's handler may close the engine within a step of its own thread
-        self._slots: dict[int, int] = {}  # by sequence under way: what it may come to hold
-        self._left: list[Generation] = []  # their reader went away; closed between two steps
+        check_type("prefix_cache", prefix_cache, bool, "a bool")
+        self._prefix_cache = prefix_cache
         self._owned = group is None
         check_type("group", group, (RankGroup, type(None)), "a RankGroup or None")
         if group is None:
@@ -82,6 +87,7 @@ class Engine:
             if self._owned:
                 self._group.close()
             raise
+        self._admission = Admission(self._coordinator, self._turn, setup.max_batch, group.deadline_s)
 
     @property
     def _log(self) -> KvLog:
@@ -106,7 +112,7 @@ class Engine:
         position). stop: str, bytes or a list of these; generation ends before the first that appears.
         The model's end-of-text token (eos_token_id in its config.json) ends generation like a stop sequence.
         Returns GenerationResult. Raises ArgumentError; PoolFull for a prompt that can never fit, or for which other
-        calls under way leave no room; RankFailure.
+        calls under way have left no room in time; RankFailure.
         """
         single = isinstance(prompt, (str, bytes)) or _is_token_list(prompt)
         options = GenerationOptions(max_new_tokens, strategy, budget, temperature, seed, stop)
@@ -130,70 +136,43 @@ class Engine:
         """Final hidden states float32 [n, hidden] of a text of n tokens, which the model's head reads: what the ranks
         themselves compute for it, chunk by chunk. tokens: as a prompt. Raises as generate."""
         (generation,) = self.setup.prepare({"tokens": tokens}, GenerationOptions(1, "autoregressive"))
-        active: dict[int, Generation] = {}
+        call = Call([(0, generation)], caching=False)
         try:
             with self._turn:
-                self._close_left()
-                self._admit([(0, generation)], active)
+                self._admission.admit(call)
                 while generation.finish_reason is None:
                     self._step([generation])
                 work = HiddenStates(generation.seq, len(generation.prompt))
                 (frame,) = self._coordinator.step(work)[0].frames
         finally:
-            self._left.extend(active.values())
+            self._admission.leave(call)
         return np.frombuffer(frame, "<f4").reshape(len(generation.prompt), -1)
 
     def _run(self, generations: list[Generation]) -> Iterator[list[tuple[int, GenerationResult]]]:
         """Step all admitted sequences together until all are done; yields after each step those that ended, with
         index."""
-        waiting = list(enumerate(generations))
-        active: dict[int, Generation] = {}
+        call = Call(list(enumerate(generations)), self._prefix_cache)
         try:
-            while waiting or active:
+            while call.waiting or call.active:
                 with self._turn:
-                    ended = self._advance(waiting, active)
+                    ended = self._advance(call)
                 yield ended
         finally:  # an error, or a stream that its reader left: at any moment, in the middle of another's step too
-            self._left.extend(active.values())
+            self._admission.leave(call)
 
-    def _advance(
-        self, waiting: list[tuple[int, Generation]], active: dict[int, Generation]
-    ) -> list[tuple[int, GenerationResult]]:
-        self._close_left()
-        self._admit(waiting, active)
-        self._step(list(active.values()))
+    def _advance(self, call: Call) -> list[tuple[int, GenerationResult]]:
+        self._admission.admit(call)
+        self._step(list(call.active.values()))
         ended = []
-        for index in [index for index, generation in active.items() if generation.finish_reason is not None]:
-            ended.append((index, active[index].result(self._hidden_digest(active[index]))))
-            self._close(active.pop(index))
+        for index in [index for index, generation in call.active.items() if generation.finish_reason is not None]:
+            ended.append((index, call.active[index].result(self._hidden_digest(call.active[index]))))
+            self._admission.close(call, index)
         return ended
-
-    def _admit(self, waiting: list[tuple[int, Generation]], active: dict[int, Generation]) -> None:
-        """Start prompts in order while there is a place in the batch and room for the most that each can come to
-        hold."""
-        while waiting and len(active) < self.setup.max_batch:
-            index, generation = waiting[0]
-            free = self.setup.num_slots - 1 - sum(self._slots.values())
-            if generation.slots_needed > free:
-                if active:
-                    return
-                others = f"{len(self._slots)} other sequences under way"
-                raise PoolFull(f"a prompt may need {generation.slots_needed} slots, {others} leave {free}")
-            generation.seq = self._log.open()
-            self._slots[generation.seq] = generation.slots_needed
-            active[index] = generation
-            del waiting[0]
-
-    def _close(self, generation: Generation) -> None:
-        self._log.close(generation.seq)
-        del self._slots[generation.seq]
-
-    def _close_left(self) -> None:
-        while self._left:
-            self._close(self._left.pop())
 
     def _step(self, generations: list[Generation]) -> None:
         start = time.perf_counter()
+        nodes = sum(generation.next_nodes for generation in generations)
+        self._coordinator.reserve(lambda: self._log.make_room(nodes))
         work = Decode([generation.request(self._log) for generation in generations])
         sent = time.perf_counter()
         reply = self._coordinator.step(work)[0].reply
@@ -227,7 +206,7 @@ class Engine:
         """Of the KV pool (see KvLog.stats), `steps` sent to the ranks so far, their device, and why it is no GPU."""
         with self._turn:
             if self._coordinator.live:
-                self._close_left()
+                self._admission.close_left()
             where = {"device": self._group.device, "device_reason": self._device_reason}
             return self._coordinator.stats() | where
 

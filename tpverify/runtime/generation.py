@@ -22,8 +22,8 @@ class GenerationResult:
     bytes as UTF-8; None if tokens are not bytes.
 
     accept_lengths: tau of each verify step, the root counted. stats: finish_reason ("length" or "stop"), prompt_tokens,
-    steps, prompt_steps, seconds by stage, hidden_digest (of the final hidden states at all positions that chose a
-    token).
+    cached_tokens (of the prompt, those whose rows an earlier sequence left), steps, prompt_steps, seconds by stage,
+    hidden_digest (of the final hidden states at all positions that chose a token).
     """
 
     tokens: list[int]
@@ -96,6 +96,7 @@ class Generation:
     vocab_size: int
     depth: int
     seq: int = -1
+    cached_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -122,6 +123,23 @@ class Generation:
     @property
     def budget_limit(self) -> int:
         return self.auto.candidates[-1] if self.options.budget == "auto" else int(self.options.budget)
+
+    @property
+    def next_nodes(self) -> int:
+        """Nodes of the next step's tree."""
+        if self._prefilled < len(self.prompt):
+            return min(self.prefill_chunk, len(self.prompt) - self._prefilled)
+        assert self._tree is not None
+        return len(self._tree)
+
+    def begin(self, seq: int, cached_tokens: int) -> None:
+        """As sequence `seq`, which has the rows of so many of the prompt's tokens already."""
+        self.seq, self.cached_tokens, self._prefilled = seq, cached_tokens, cached_tokens
+
+    def committed(self, length: int) -> list[int]:
+        """Tokens of the first `length` committed positions, or as many as the result has: a tree's accepted path may
+        reach beyond where the text is cut."""
+        return (self.prompt + self.tokens)[:length]
 
     def request(self, log: KvLog) -> DecodeRequest:
         """What the next step decodes; reserves the tree's slots in the log."""
@@ -210,6 +228,7 @@ class Generation:
         stats = {
             "finish_reason": self.finish_reason,
             "prompt_tokens": len(self.prompt),
+            "cached_tokens": self.cached_tokens,
             "steps": len(self.accept_lengths),
             "prompt_steps": self.prompt_steps,
             "seconds": dict(self.seconds),

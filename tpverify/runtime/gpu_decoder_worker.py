@@ -41,6 +41,7 @@ from tpverify.runtime.messages import (
     HiddenStates,
     Work,
 )
+from tpverify.runtime.moves import move_kept
 
 DTYPE = torch.bfloat16
 # A root alone or a chain of 15, trees of 32, 64, 128 and a prompt's chunk of 256, each with its root; the widest tree.
@@ -102,6 +103,10 @@ class GpuDecoderWorker:
         self.verify = build(self._verify, buckets)
         self.accept = {sampled: build(partial(self._accept, sampled), buckets) for sampled in (False, True)}
         self.draft = build(self._draft, buckets) if self.drafter is not None else None
+
+    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> None:
+        drafting = (self.context,) if self.drafter is not None else ()
+        move_kept(replica, src, dst, self.pool, self.hidden, *drafting)
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
@@ -175,7 +180,7 @@ class GpuDecoderWorker:
         return step.answers(requests) if self.comm.rank == 0 else [], stages
 
     def _verify(self, bucket: Bucket) -> None:
-        """All layers over all nodes: latent rows and final hidden states to the nodes' slots; features, logits."""
+        """All layers over all nodes: latent rows, final hidden states and context rows to the nodes' slots; logits."""
         step, plan = self.steps[bucket], self.plans[bucket]
 
         def attend(layer: int, rows: Tensor, q: Tensor, out: Tensor) -> None:
@@ -189,6 +194,8 @@ class GpuDecoderWorker:
         features = step.features if self.drafter is not None else None
         hidden = self.decoder(step.tokens, step.positions, attend, layers, features)
         self.hidden.index_copy_(0, step.slots, hidden)
+        if self.drafter is not None:
+            self.context.index_copy_(0, step.slots, self.drafter.context(step.features, step.positions))
         step.logits.copy_(self.decoder.logits(hidden))
 
     def _accept(self, sampled: bool, bucket: Bucket) -> None:
@@ -207,10 +214,9 @@ class GpuDecoderWorker:
         step.accepted[:, 1:] = path
 
     def _draft(self, bucket: Bucket) -> None:
-        """Context rows of all nodes, to their slots, and the drafter's tokens below each bonus token."""
+        """The drafter's tokens below each bonus token."""
         step, drafter = self.steps[bucket], self.drafter
         assert drafter is not None
-        self.context.index_copy_(0, step.slots, drafter.context(step.features, step.positions))
         path = torch.where(step.path >= 0, step.slots[step.path], 0)
         rows = self.context[torch.cat([step.tail, path], dim=1)]
         accepted = (step.path >= 0).sum(dim=1)

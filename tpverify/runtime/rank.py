@@ -6,6 +6,7 @@ import traceback
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from tpverify.kv.log import Replica
 from tpverify.runtime import messages
@@ -24,6 +25,9 @@ PREFLIGHT_S = 30.0  # for NCCL to connect and to gather
 
 class Worker(Protocol):
     """What a rank computes. Built as Worker(comm, device, options)."""
+
+    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> None:
+        """Copy rows src[i] of all that is kept by slot to dst[i], before anything else is read or written."""
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         """The result, which msgpack must be able to encode, and the frames of the reply."""
@@ -50,6 +54,8 @@ class RankServer:
             number = step.number
             digest = self._apply(step)
             seconds["log"] = time.perf_counter() - start
+            self._move()
+            seconds["move"] = time.perf_counter() - start - seconds["log"]
             result, frames = self._handle(step.work, message[1:])
         except Exception as failure:  # the boundary of the process: the coordinator decides what an error means
             error = f"{type(failure).__name__}: {failure}"
@@ -66,6 +72,11 @@ class RankServer:
             return ""
         self.replica.apply(step.log_first, step.entries)
         return self.replica.digest()  # of all it holds: an entry that only this rank applied shows
+
+    def _move(self) -> None:
+        if self.worker is not None and self.replica is not None:
+            for src, dst in self.replica.take_moves():
+                self.worker.move(src, dst, self.replica)
 
     def _handle(self, work: Work, frames: list[memoryview]) -> tuple[Any, list[Frame]]:
         if isinstance(work, Ping):

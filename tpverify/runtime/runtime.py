@@ -123,7 +123,7 @@ class VerifyRuntime:
         start, count = self._log.length(seq), rows.shape[1]
         if count == 0:
             raise ArgumentError("latents", "at least one position", tuple(latents.shape))
-        self._log.append(seq, count)
+        self._coordinator.reserve(lambda: self._log.append(seq, count))
         self._trees.pop(seq, None)
         chunk = max(1, WRITE_BYTES // (rows[:, :1].numel() * rows.element_size()))
         for first in range(0, count, chunk):
@@ -140,7 +140,8 @@ class VerifyRuntime:
             got = len(drafts) if isinstance(drafts, Mapping) else type(drafts).__name__
             raise ArgumentError("drafts", f"a mapping of 1 to max_batch={self.cfg.max_batch} sequences", got)
         checked = {seq: self._check(seq, draft) for seq, draft in drafts.items()}
-        self._log.draft_all({seq: len(draft.tree) for seq, draft in drafts.items()})
+        nodes = {seq: len(draft.tree) for seq, draft in drafts.items()}
+        self._coordinator.reserve(lambda: self._log.draft_all(nodes))
 
         requests = []
         for seq, draft in drafts.items():
