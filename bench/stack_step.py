@@ -24,9 +24,12 @@ GRAPHS = {
 }
 
 
-def drafted(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """A binary tree; siblings differ, and the tokens change from step to step."""
-    return (np.arange(NODES) + NODES * step) % KIMI_K2.vocab_size, np.arange(-1, NODES - 1, dtype=np.int32) // 2
+def drafted(seq: int, number: int) -> DecodeRequest:
+    """A random tree; siblings differ, and tokens and parents change from step to step."""
+    draw = np.random.default_rng(number)
+    tokens = (np.arange(NODES) + NODES * number) % KIMI_K2.vocab_size
+    parents = np.array([-1, *(draw.integers(0, node) for node in range(1, NODES))])
+    return DecodeRequest(seq, tokens.astype("<i8").tobytes(), parents.astype("<i4").tobytes(), False, 0.0, 0, 0)
 
 
 def run(group: RankGroup, parts: tuple[str, ...], steps: int) -> dict[str, Any]:
@@ -38,13 +41,11 @@ def run(group: RankGroup, parts: tuple[str, ...], steps: int) -> dict[str, Any]:
     coordinator = Coordinator(group, "stack", options, num_slots=num_slots)
     seq = coordinator.log.open()
     coordinator.log.append(seq, PREFIX)
-    count = iter(range(steps + 100))
+    drafts = iter([drafted(seq, number) for number in range(steps + 100)])  # made before the step, as by a drafter
 
     def step() -> dict[str, float]:
-        tokens, parents = drafted(next(count))
         coordinator.log.draft(seq, NODES)
-        request = DecodeRequest(seq, tokens.astype("<i8").tobytes(), parents.tobytes(), False, 0.0, 0, 0)
-        answer = coordinator.step(Decode([request]))[0]
+        answer = coordinator.step(Decode([next(drafts)]))[0]
         [(path, *_)], seconds = answer.result()
         coordinator.log.commit(seq, np.frombuffer(path, "<i4"))
         return seconds
@@ -62,14 +63,20 @@ def stack_step(group: RankGroup, steps: int, say: Callable[[str], None]) -> dict
 
 
 def row(found: dict[str, dict[str, Any]], ranks: int) -> dict[str, Any]:
-    """found: by name of GRAPHS, what `measured` says. other_share: what neither products, kernel nor gather take."""
-    layers = {name: one["stages_us"]["layers"] for name, one in found.items()}
+    """found: by name of GRAPHS, what `measured` says. other_share: what neither products, kernel nor gather take.
+
+    The head's product is the one product outside the layers: what the head takes longer with products than without.
+    """
+    layers, head = ({name: one["stages_us"][stage] for name, one in found.items()} for stage in ("layers", "head"))
     known = {part: layers[part] for part in ("gemm", "attention", "gather")}
+    rest = round(layers["all"] - sum(known.values()), 1)
+    known["gemm"] = round(known["gemm"] + head["all"] - head["attention"], 1)
     stages = {name: us for name, us in found["all"]["stages_us"].items() if name != "layers"}
+    stages["head"] = head["attention"]
     wall_us = 1e3 * found["all"]["p50_ms"]
     return found["all"] | {
         "row": f"{KIMI_K2.num_hidden_layers} attention layers of Kimi-K2, no FFN, {NODES} nodes, {PREFIX} committed",
-        "stages_us": known | {"rest of the layers": round(layers["all"] - sum(known.values()), 1)} | stages,
+        "stages_us": known | {"rest of the layers": rest} | stages,
         "other_share": round(1 - sum(known.values()) / wall_us, 4),
         "gather": {
             "in_step_us": round(layers["all"] - layers["all but gather"], 1),

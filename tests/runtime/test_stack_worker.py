@@ -12,7 +12,6 @@ from tpverify.errors import ArgumentError
 from tpverify.kv.log import KvLog, Replica
 from tpverify.model.checkpoint import ModelConfig
 from tpverify.model.stack import PARTS
-from tpverify.ops import staging
 from tpverify.ops.attention import VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime import graphs, stack_worker
@@ -34,12 +33,6 @@ class Alone:
         self.waits += 1
 
 
-class Event:
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
 class Direct:
     """In place of a recorder: every replay runs the body."""
 
@@ -51,8 +44,6 @@ class Direct:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> stack_worker.StackWorker:
     monkeypatch.setattr(graphs, "Recorder", Direct)
-    ring = staging.StagingRing(lambda count: torch.empty(count, dtype=torch.int32), Event)
-    monkeypatch.setattr(stack_worker, "StagingRing", lambda: ring)
     options = {
         "config": vars(CONFIG), "num_slots": SLOTS, "buckets": [[1, 7], [2, 12]], "parts": list(PARTS), "seed": 5,
     }  # fmt: skip

@@ -17,7 +17,6 @@ from tpverify.model.checkpoint import ModelConfig
 from tpverify.model.stack import AttentionStack
 from tpverify.ops.attention import ROW_DIM, TreeMask, VerifyRequest
 from tpverify.ops.plan import VerifyPlan
-from tpverify.ops.staging import StagingRing
 from tpverify.runtime.comm import GpuComm
 from tpverify.runtime.device import latent_pool
 from tpverify.runtime.frames import frame_of
@@ -44,7 +43,8 @@ class StackWorker:
     prefix of a text that nobody had to compute.
 
     Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds for "plan" (the tables,
-    packed, copied and planned), "upload" (of tokens), "layers", "head" and "accept" (the walk, on the host).
+    packed, copied and planned), "upload" (of tokens), "layers", "head" (the argmax, after the product if "gemm" is
+    among the parts) and "accept" (the walk, on the host).
     """
 
     def __init__(self, comm: GpuComm, device: str, options: dict[str, Any]) -> None:
@@ -62,13 +62,22 @@ class StackWorker:
         most = max((bucket.nodes for bucket in buckets), default=0)
         self._plans = {bucket: self._plan(bucket, shape.num_slots) for bucket in buckets}
         self._buffers = {bucket: self.stack.buffers(bucket.nodes) for bucket in buckets}
+        pinned = self.device.type == "cuda"
         self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=self.device)
+        self._packed = torch.zeros(3 * most, dtype=torch.int64, pin_memory=pinned)
+        # As a step writes and copies them: numpy's views, and cuts made once, for torch's calls take tens of
+        # microseconds when its code has left the caches since the step before.
+        self._cuts = {
+            bucket: (self._packed[:size].view(3, -1).numpy(), self._packed[:size], self._inputs[:size])
+            for bucket, size in ((bucket, 3 * bucket.nodes) for bucket in buckets)
+        }
         self._hidden = torch.zeros(most, config.hidden_size, dtype=torch.bfloat16, device=self.device)
+        self._parts = shape.parts
+        self._logits = torch.zeros(most, config.vocab_size, dtype=torch.bfloat16, device=self.device)
         self._lse = torch.zeros(most, self.stack.local_heads, device=self.device)
         self._choices = torch.zeros(most, dtype=torch.int64, device=self.device)
-        self._answer = torch.zeros(most, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        self._vocab_size = config.vocab_size
-        self._ring = StagingRing()
+        self._answer = torch.zeros(most, dtype=torch.int64, pin_memory=pinned)
+        self._read_answer = self._answer.numpy()
         self._clock = StageClock(self.device)
         self._layers = Graphs(self._run_layers, buckets)
         self._head = Graphs(self._run_head, buckets)
@@ -105,8 +114,9 @@ class StackWorker:
         self._hidden[:n] = hidden
 
     def _run_head(self, bucket: Bucket) -> None:
-        logits = self.stack.logits(self._hidden[: bucket.nodes])
-        torch.argmax(logits, dim=1, out=self._choices[: bucket.nodes])
+        n = bucket.nodes
+        logits = self.stack.logits(self._hidden[:n]) if "gemm" in self._parts else self._logits[:n]
+        torch.argmax(logits, dim=1, out=self._choices[:n])
 
     def _gather(self, values: Tensor) -> Tensor:
         if self.comm.size == 1:
@@ -118,6 +128,8 @@ class StackWorker:
     def _decode(self, asked: Sequence[DecodeRequest], replica: Replica) -> Decoded | None:
         self._clock.start()
         requests = [StepRequest(one, replica.prefix_slots(one.seq), replica.tree_slots(one.seq)) for one in asked]
+        for request in requests:
+            self._check(request)
         nodes = sum(map(len, requests))
         bucket = self._layers.bucket_for(len(requests), nodes)
         self._plans[bucket].take([request.verify for request in requests])
@@ -134,7 +146,7 @@ class StackWorker:
         if self.comm.rank != 0:
             return None
         start, first, found = time.perf_counter(), 0, []
-        choices = self._answer[:nodes].tolist()
+        choices = self._read_answer[:nodes].tolist()
         for request, below in zip(requests, children, strict=True):
             path, bonus = _walk(below, choices, first)
             found.append(DecodedRequest(array("i", path).tobytes(), bonus, b"", b""))
@@ -142,20 +154,27 @@ class StackWorker:
         accept = time.perf_counter() - start
         return Decoded(found, self._clock.seconds() | {"accept": accept})
 
+    def _check(self, request: StepRequest) -> None:
+        """Raise ValueError for a token that would be read beyond the table, which no process survives."""
+        tokens, vocab_size = request.tokens.tolist(), self.stack.config.vocab_size
+        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            raise ValueError(f"tokens: expected ids below {vocab_size}, got {max(tokens)}")
+
     def _upload(self, bucket: Bucket, requests: list[StepRequest]) -> None:
-        """Tokens, positions and pool rows of all nodes; padding is token 0 at position 0, written to slot 0."""
-        packed = self._ring.take(6 * bucket.nodes).view(np.int64).reshape(3, -1)
+        """Tokens, positions and pool rows of all nodes; padding is token 0 at position 0, written to slot 0.
+
+        The copy of the step before has been waited for, as every step is.
+        """
+        packed, source, target = self._cuts[bucket]
         row = 0
         for request in requests:
-            if not 0 <= request.tokens.min() <= request.tokens.max() < self._vocab_size:
-                raise ValueError(f"tokens: expected ids below {self._vocab_size}, got {request.tokens.max()}")
             rows = slice(row, row := row + len(request))
             packed[0, rows] = request.tokens
             packed[1, rows] = request.depths
             packed[1, rows] += request.committed
             packed[2, rows] = request.slots
         packed[:, row:] = 0
-        self._ring.send(self._inputs[: 3 * bucket.nodes].view(torch.int32))
+        target.copy_(source, non_blocking=True)
 
 
 Children = dict[tuple[int, int], int]  # a node by its parent and its token, the root included
