@@ -170,8 +170,8 @@ def _gain(layout: Layout, placed: Listlike[tuple[int, int, Slots]]) -> int:
 
 
 def _harm(layout: Layout, slots: Slots, windows: Mask) -> int:
-    """How many it may add, at most: each row of another chain that it puts aside may become an extent of its own, and what
-    is left of that extent may be in two."""
+    """How many it may add, at most: each row of another chain that it puts aside may become an extent of its own, and
+    what is left of that extent may be in two."""
     aside = windows.copy()
     aside[slots] = False
     if not aside.take(layout.slots).any():
