@@ -71,7 +71,7 @@ class Ranks:
             "max_batch": max_batch,
             "drafter": True,
         }
-        meeting = Meeting(tp, graphs)
+        meeting, self.moves = Meeting(tp, graphs), 0
         self.log, self.replicas = KvLog(num_slots), [Replica(num_slots) for _ in range(tp)]
         self.workers = self._together(
             tp,
@@ -83,27 +83,38 @@ class Ranks:
         first, entries = self.log.pending()
 
         def answer(rank: int) -> Any:
-            self.replicas[rank].apply(first, entries)
-            if isinstance(work, Ping):
-                return None
-            return self.workers[rank].handle(work, [], self.replicas[rank])[0]
+            replica, worker = self.replicas[rank], self.workers[rank]
+            replica.apply(first, entries)
+            for src, dst in replica.take_moves():
+                worker.move(src, dst, replica)
+            return None if isinstance(work, Ping) else worker.handle(work, [], replica)[0]
 
-        return self._together(len(self.workers), answer)
+        answers = self._together(len(self.workers), answer)
+        self.log.acknowledge()
+        return answers
 
-    def generate(self, prompts: list[bytes], prefill_chunk: int = 256, **options: Any) -> list[GenerationResult]:
-        """As Engine.generate, with all prompts in one batch. Digests of all ranks are equal, or it fails."""
+    def generate(
+        self, prompts: list[bytes], prefill_chunk: int = 256, cache: bool = False, defrag: bool = False, **options: Any
+    ) -> list[GenerationResult]:
+        """As Engine.generate, with all prompts in one batch. Digests of all ranks are equal, or it fails.
+
+        cache: begin with cached prefixes, and leave some. defrag: after each step, whatever can move moves.
+        """
         self.setup.prefill_chunk = prefill_chunk
         named = {f"prompt[{index}]": prompt for index, prompt in enumerate(prompts)}
         generations = self.setup.prepare(named, GenerationOptions(**options))
         for generation in generations:
-            generation.seq = self.log.open()
+            seq = self.log.open(generation.prompt if cache else None)
+            generation.begin(seq, self.log.length(seq))
         while active := [generation for generation in generations if generation.finish_reason is None]:
             decoded, *others = self.step(Decode([generation.request(self.log) for generation in active]))
             assert others == [None] * len(others)
             for generation, answer in zip(active, decoded.requests, strict=True):
                 generation.take(answer, self.log)
                 generation.grow(answer)
-        return [self._result(generation) for generation in generations]
+            if defrag:
+                self.moves += self.log.defrag(4096).moves
+        return [self._result(generation, cache) for generation in generations]
 
     def hidden_states(self, tokens: list[int]) -> np.ndarray:
         """As Engine.hidden_states."""
@@ -118,12 +129,13 @@ class Ranks:
         self.log.close(generation.seq)
         return np.frombuffer(frame, np.float32).reshape(len(tokens), -1)
 
-    def _result(self, generation: Generation) -> GenerationResult:
+    def _result(self, generation: Generation, cache: bool) -> GenerationResult:
         count = len(generation.prompt) + len(generation.tokens) - 1
         hidden = set(self.step(HiddenDigest(generation.seq, count)))
         content = set(self.step(ContentDigest(generation.seq)))
         assert len(hidden) == len(content) == 1
-        self.log.close(generation.seq)
+        committed = generation.committed(self.log.length(generation.seq))
+        self.log.close(generation.seq, committed if cache else None)
         return generation.result(hidden.pop())
 
     @staticmethod

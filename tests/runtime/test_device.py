@@ -184,8 +184,9 @@ def test_a_decoder_on_gpus_without_kernels_is_refused_before_ranks_start(
 def test_hidden_states_of_a_text_are_those_of_its_decoding(ranks: RankGroup) -> None:
     """Teacher forcing; what it leaves in the pool is given back."""
     engine = Engine("tiny", tp=2, group=ranks)
-    prompt, free = held_out(300)[1], engine.stats()["free"]
+    prompt = held_out(300)[1]
     result = engine.generate(prompt, max_new_tokens=9)
+    free = engine.stats()["free"]
     states = engine.hidden_states(list(prompt) + result.tokens[:-1])
     assert states.shape == (308, 256) and states.dtype == np.float32
     assert blake2b(states.tobytes(), digest_size=8).hexdigest() == result.stats["hidden_digest"]

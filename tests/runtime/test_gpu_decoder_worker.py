@@ -57,6 +57,27 @@ def test_a_step_of_more_requests_than_a_pass_holds() -> None:
     assert all(map(same, results, together))
 
 
+def test_rows_that_move_between_steps_change_no_bit() -> None:
+    """Latents, hidden states and the drafter's context: one left behind would show in tokens, digests or lengths."""
+    prompts, options = held_out(70)[:3], {"max_new_tokens": 16, "budget": 16, "prefill_chunk": 30}
+    ranks = Ranks(2)
+    plain = ranks.generate(prompts, **options)
+    assert all(map(same, ranks.generate(prompts, defrag=True, **options), plain))
+    assert ranks.moves > 30
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "ddtree"])
+def test_drafts_are_as_good_after_a_cached_prompt(alone: Ranks, strategy: str) -> None:
+    """Whoever left it: plain decoding writes the drafter's context rows too."""
+    prompt, options = held_out(200)[1], {"max_new_tokens": 48, "budget": 32}
+    (fresh,) = alone.generate([prompt], **options)
+    ranks = Ranks()
+    ranks.generate([prompt], cache=True, max_new_tokens=4, strategy=strategy)
+    (result,) = ranks.generate([prompt], cache=True, defrag=True, **options)
+    assert result.stats["cached_tokens"] == 199
+    assert np.mean(result.accept_lengths) == pytest.approx(np.mean(fresh.accept_lengths), rel=0.3)
+
+
 def request(tokens: list[int], parents: list[int], seq: int, prompt: bool = False) -> DecodeRequest:
     arrays = np.array(tokens, "<i8").tobytes(), np.array(parents, "<i4").tobytes()
     return DecodeRequest(seq, *arrays, prompt, 0.0, 0, 1)

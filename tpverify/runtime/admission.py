@@ -103,11 +103,12 @@ class Admission:
         if self._log.stats()["quarantined"]:
             self._coordinator.step(Ping())  # slots that rows have moved out of are free soon
             return
-        others = [other for other in self._calls if other.active]
+        others = [other for other in self._calls if other is not call and (other.active or other.blocked)]
         if time.monotonic() > end or all(other.thread == call.thread for other in others):
-            stats, count = self._log.stats(), sum(len(other.active) for other in others)
+            stats = self._log.stats()
+            others_text = f"{stats['sequences']} other sequences under way leave {self._room()}"
             raise PoolFull(
-                f"a prompt may need {needed} slots, {count} other sequences under way leave {self._room()}",
+                f"a prompt may need {needed} slots, {others_text}",
                 needed=needed,
                 free=stats["free"],
                 evictable=stats["evictable"],
