@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from decoding import held_out
 from safetensors.torch import load_file, save_file
 
 from tpverify.errors import ArgumentError, ClusterError, PoolFull, RankFailure
@@ -19,13 +18,6 @@ from tpverify.runtime.generation import GenerationResult
 from tpverify.runtime.ranks import RankGroup
 
 pytestmark = pytest.mark.ray
-STDLIB = Path(sysconfig.get_paths()["stdlib"])
-HELD_OUT = ["calendar.py", "configparser.py", "pprint.py", "sched.py", "timeit.py", "traceback.py"]
-
-
-def held_out(length: int) -> list[bytes]:
-    """Prompts from modules that the model was not trained on."""
-    return [(STDLIB / name).read_bytes()[800 : 800 + length] for name in HELD_OUT]
 
 
 @pytest.fixture(scope="module")
