@@ -35,6 +35,10 @@ EXAMPLES = {
     "doctor": """examples:
   tpverify doctor
   tpverify doctor --json""",
+    "report": """examples:
+  tpverify report kv                              a pool of slots before and after defrag, in numbers
+  tpverify report kv --out kv.png                 and as a picture
+  tpverify report kv --json""",
 }
 
 
@@ -109,6 +113,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("names", nargs="*", metavar="name", help="which of bench/bench_<name>.py (all)")
 
     command("doctor", _doctor, "say what this machine has of what the runtime needs, and why a part is missing")
+
+    sub = command("report", _report, "show on a scripted example what the host's part does")
+    sub.add_argument("what", type=_one_of(("kv",)), help="kv: the slots of a pool before and after defrag")
+    sub.add_argument("--out", metavar="FILE", help="PNG file to draw them in")
     return top
 
 
@@ -301,11 +309,20 @@ def _doctor(args: argparse.Namespace) -> int:
     return OK if runs else FAILED
 
 
+def _report(args: argparse.Namespace) -> int:
+    from tpverify.report import kv
+    from tpverify.report.screen import Screen
+
+    kv.show(args.out, Screen(args.json))
+    return OK
+
+
 REWORDED = (  # argparse's messages, in the form of all others
     ("^argument ", ""),
     (r"^unrecognized arguments: (.*)", r"arguments: expected those in --help, got \1"),
     (r"^(.*): invalid choice: ('.*') \(choose from (.*)\)", r"\1: expected one of \3, got \2"),
     (r"^(.*): not allowed with argument (.*)", r"\1: expected no other source of text, got \2 as well"),
+    ("^the following arguments are required: (.*)", r"\1: expected a value, got none"),
     ("expected one argument$", "expected a value, got none"),
 )
 

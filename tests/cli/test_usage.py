@@ -14,7 +14,7 @@ import pytest
 from tpverify.errors import ClusterError, PoolFull, RankFailure
 from tpverify.model.checkpoint import resolve
 
-COMMANDS = ("generate", "parity", "bench", "doctor")
+COMMANDS = ("generate", "parity", "bench", "doctor", "report")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -43,7 +43,7 @@ def test_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "tpverify"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "tpverify: command: expected one of generate, parity, bench, doctor, got none: see tpverify --help\n"
+        "tpverify: command: expected one of generate, parity, bench, doctor, report, got none: see tpverify --help\n"
     )
 
 
@@ -51,6 +51,10 @@ INT = "expected an int from"
 BAD = {
     "frobnicate": r"command: expected one of .*generate.*parity.*bench.*doctor.*, got 'frobnicate'",
     "--version": r"arguments: expected those in --help, got --version",
+    "report": r"what: expected a value, got none",
+    "report plan": r"what: expected one of kv, got 'plan'",
+    "report kv --out": r"--out: expected a value, got none",
+    "report kv --out /no/such/folder/a.png": r"--out: expected a file that can be written, got .*No such file.*",
     "generate --frob": r"arguments: expected those in --help, got --frob",
     "generate stray": r"arguments: expected those in --help, got stray",
     "generate --prom text": r"arguments: expected those in --help, got --prom text",
