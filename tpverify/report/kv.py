@@ -66,8 +66,8 @@ class Defragged:
 
 
 def defragged() -> tuple[Defragged, bytes]:
-    """And its picture. Sequences decode side by side with trees, some on a shared prefix, and some end; then defrag until
-    it is done. A replica follows the log, and its digest is checked."""
+    """And its picture. Sequences decode side by side with trees, some on a shared prefix, and some end; then defrag
+    until it is done. A replica follows the log, and its digest is checked."""
     log, replica = KvLog(NUM_SLOTS), Replica(NUM_SLOTS)
     _live(log)
     _follow(log, replica)
