@@ -67,11 +67,14 @@ class VerifyRuntime:
     """Attention of tree verify steps over `cfg.tp` ranks. A context manager; not for several threads.
 
     Changes to sequences take effect on the ranks with the next step. Errors: ArgumentError, before anything is sent,
-    for bad input or a sequence that is not open; PoolFull, with nothing changed, when the pool has too few free slots;
+    for bad input or a sequence that is not open; PoolFull, with nothing changed, when the pool has too few free slots
+    even without what is only kept for later sequences;
     ClusterError when the ranks find no place, and for every call but stats and close once the runtime has ended;
     RankFailure when a rank fails, after which everything has been released. group: at least cfg.tp ranks to use instead
     of starting some. Its device and deadline count then, not cfg's; closing the runtime leaves it running, and a later
     runtime on it ends this one.
+
+    Rows of very scattered sequences are brought together between steps, in at most 2 % of their time.
 
     On GPUs the bfloat16 kernel runs: device "auto" takes them if each rank can have one and cfg.dtype is "bfloat16".
     """
