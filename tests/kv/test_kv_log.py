@@ -199,6 +199,8 @@ def test_entries_are_compact_on_the_wire():
         (lambda log: log.length(None), ArgumentError, "seq"),
         (lambda log: log.prefix_slots(7), ArgumentError, "seq"),
         (lambda log: log.tree_slots([0]), ArgumentError, "seq"),
+        (lambda log: log.resize(1), ArgumentError, "num_slots"),
+        (lambda log: log.resize(16.0), ArgumentError, "num_slots"),
         (lambda log: log.append(1, 24), PoolFull, "24 slots needed, 23 are free"),
         (lambda log: log.draft(0, 28), PoolFull, "28 slots needed, 27 are free"),
         (lambda log: log.open(), PoolFull, "max_sequences=2"),
@@ -215,6 +217,15 @@ def test_refused_calls_change_nothing(call, error, argument):
         call(log)
     assert snapshot(log, [0, 1]) == before
     assert len(log.pending()[1]) == 4
+
+
+@pytest.mark.parametrize("num_slots", [np.int64(20), np.uint8(20), np.array(20)])
+def test_a_size_of_any_integer_type_goes_on_the_wire(num_slots):
+    log, replica = KvLog(32), Replica(32)
+    log.resize(num_slots)
+    first, entries = log.pending()
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(entries), type=list[Entry])
+    assert replica.apply(first, wire) == log.digest()
 
 
 def test_closing_twice_is_refused_and_frees_once():

@@ -155,3 +155,36 @@ def test_entries_of_the_cache_are_checked_by_ranks():
         replica.apply(1, entries)
         with pytest.raises(Exception, match=said):
             replica.apply(len(entries) + 1, [wrong])
+
+
+class NoNumbers:
+    """As a tensor on a GPU, or one of bfloat16."""
+
+    def __array__(self, *_, **__):
+        raise TypeError("not to numpy")
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [[1], [1, 2]], [[1, 2]], 3, [1.0, 2.0], [True], "ab", [2**70], [None], NoNumbers(),
+        np.array([2**64 - 1], np.uint64),
+    ],
+)  # fmt: skip
+def test_what_are_no_token_ids_is_refused_by_name(tokens):
+    log = KvLog(16)
+    seq = log.open()
+    log.append(seq, 1)
+    for call in (log.open, log.shared, lambda ids: log.close(seq, ids)):
+        with pytest.raises(ArgumentError, match="^tokens: expected token ids, int"):
+            call(tokens)
+    assert log.stats()["sequences"] == 1
+
+
+def test_ids_beyond_int64_are_not_taken_for_negative_ones():
+    log = KvLog(16)
+    kept(log, [-1, -1, -1])
+    assert log.length(log.open(np.array([-1, -1, -1]))) == 2
+    assert log.length(log.open(np.array([1, 1, 1], np.uint64))) == 0
+    with pytest.raises(ArgumentError, match="tokens"):
+        log.open(np.array([2**64 - 1] * 3, np.uint64))

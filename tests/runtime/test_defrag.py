@@ -93,6 +93,9 @@ def test_a_prefix_left_behind_is_read_again_and_moves_once(ranks: RankGroup) -> 
         assert runtime.length(runtime.open([*tokens[:10], 1001, 7])) == 10
         with pytest.raises(ArgumentError, match="tokens"):
             runtime.close(readers[0], [*tokens, 5, 6, 7])
+        with pytest.raises(ArgumentError, match="seq: expected the sequence whose tokens these are, got None"):
+            runtime.close(tokens=tokens)
+        assert runtime.length(readers[0]) == 30, "it has not ended"
 
 
 @pytest.mark.ray
@@ -113,7 +116,7 @@ def test_the_top_of_the_pool_is_emptied_and_given_back(ranks: RankGroup) -> None
         assert runtime.shrink(live).done
         with pytest.raises(PoolFull):
             runtime.append(seqs[1], normal(rng, 2, 256 - live, 576))
-        assert runtime.shrink(256).done
+        assert runtime.shrink(np.int64(256)).done
         runtime.append(seqs[1], normal(rng, 2, 256 - live, 576))
 
 

@@ -199,7 +199,7 @@ class KvLog:
         acknowledged steps; rows of a tree can move once it is committed, leased rows never. PoolFull if what is read
         does not fit. A larger number than before gives slots back.
         """
-        check_int("num_slots", num_slots, 2, self._tables.num_slots)
+        num_slots = check_int("num_slots", num_slots, 2, self._tables.num_slots)
         states = self._tables.slots
         capacity, counts = self._tables.num_slots, states.counts()
         used, evictable = counts["live"] + counts["scratch"], self._cache.evictable(capacity)
@@ -381,7 +381,11 @@ class KvLog:
 
 
 def _as_tokens(tokens: npt.ArrayLike) -> Tokens:
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" and ids.size:
-        raise ArgumentError("tokens", "token ids, int [n]", describe(tokens))
-    return ids.astype(np.int64)
+    try:
+        ids = np.asarray(tokens)
+    except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors that numpy does not take
+        ids = np.empty((0, 0))
+    keys = ids.astype(np.int64) if ids.dtype.kind in "iu" or not ids.size else None
+    if ids.ndim != 1 or keys is None or ids.dtype == np.uint64 and (keys < 0).any():
+        raise ArgumentError("tokens", "token ids, int [n], that fit int64", describe(tokens))
+    return keys

@@ -185,6 +185,8 @@ class VerifyRuntime:
         sequences opened with the same ids.
         """
         if seq is None:
+            if tokens is not None:
+                raise ArgumentError("seq", "the sequence whose tokens these are", None)
             self._end()
             return
         self._log.close(seq, tokens)
