@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from decoding import held_out, same
@@ -129,9 +129,12 @@ class Holder:
     """A thread that has streams under way, and goes on with them when it is told to."""
 
     def __init__(self, engine: Engine, prompts: list[bytes], **options: object) -> None:
-        self._pool = ThreadPoolExecutor(1)
+        self._pool, self._engine = ThreadPoolExecutor(1), engine
         self._streams = [engine.stream(prompt, **options) for prompt in prompts]
         self._pool.submit(lambda: [next(stream) for stream in self._streams]).result(60)
+
+    def generate(self, prompt: bytes, **options: object) -> Future[GenerationResult]:
+        return self._pool.submit(self._engine.generate, prompt, **options)
 
     def finish(self) -> list[GenerationResult]:
         return self._pool.submit(lambda: [list(stream)[-1] for stream in self._streams]).result(60)
@@ -189,6 +192,24 @@ def test_the_wait_has_an_end_and_takes_nothing(build: Callable[..., Engine], mon
         engine.generate(b"C" * 300, **options)
     assert len(holder.finish()) == 2
     assert len(engine.generate(b"C" * 90, **options).tokens) == 16
+
+
+@pytest.mark.parametrize(("first", "second"), [([b"A" * 90], [b"B" * 90]), ([], [b"B" * 90])])
+def test_threads_that_wait_for_each_other_are_told_so(
+    build: Callable[..., Engine], first: list[bytes], second: list[bytes]
+) -> None:
+    """Long before the deadline the later one fails: it holds what the earlier one, which goes on then, waits for."""
+    engine = build(1, num_slots=300)
+    options = {"max_new_tokens": 16, "budget": 8}
+    waiting, later = Holder(engine, first, **options), Holder(engine, second, **options)
+    prompt = b"C" * (90 if first else 200)
+    result = waiting.generate(prompt, **options)
+    until(lambda: blocked(engine, 1))
+    with pytest.raises(PoolFull, match="a prompt may need"):
+        later.generate(b"D" * 200, **options).result(30)
+    assert not result.done() and len(later.finish()) == 1
+    assert len(result.result(30).tokens) == 16 and len(waiting.finish()) == len(first)
+    assert engine.stats()["sequences"] == 0 and room(engine) == 299
 
 
 def test_many_threads_in_a_small_pool(build: Callable[..., Engine]) -> None:

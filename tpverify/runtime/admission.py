@@ -49,15 +49,15 @@ class Admission:
 
     def admit(self, call: Call) -> None:
         """Start the call's prompts in order while there is a place in the batch and room in the pool. If none of them
-        is under way, wait for room that calls of other threads make; PoolFull when there is none in time."""
+        is under way, wait for room that calls of other threads make; PoolFull when there is none in time, or when those
+        threads wait as well."""
         self.close_left()
         if call not in self._calls:
             self._calls.append(call)
         call.thread, end = threading.get_ident(), time.monotonic() + self._deadline_s
         while call.waiting and len(call.active) < self._max_batch:
-            generation = call.waiting[0][1]
             earlier = self._calls[: self._calls.index(call)]
-            needed = generation.slots_needed - (self._log.shared(generation.prompt) if call.caching else 0)
+            needed = self._needed(call)
             call.blocked = needed > self._room() or any(other.blocked for other in earlier)
             if not call.blocked:
                 self._start(call)
@@ -92,6 +92,19 @@ class Admission:
         generation.begin(seq, self._log.length(seq))
         call.active[index] = generation
 
+    def _needed(self, call: Call) -> int:
+        """Slots that the call's next prompt may take of those that nobody reads."""
+        generation = call.waiting[0][1]
+        return generation.slots_needed - (self._log.shared(generation.prompt) if call.caching else 0)
+
+    def _hopeless(self, call: Call) -> bool:
+        """Whether what is under way is all for waiting threads to step, this one among them, and leaves no room for
+        what waits first: nothing would ever end."""
+        waiting = [other for other in self._calls if other.blocked and not other.active]
+        stepped_by = {other.thread for other in self._calls if other.active}
+        stuck = stepped_by <= {other.thread for other in waiting} and self._needed(waiting[0]) > self._room()
+        return stuck and (call.thread in stepped_by or not stepped_by)
+
     def _room(self) -> int:
         """Slots that nobody has and nobody has been promised."""
         stats = self._log.stats()
@@ -103,8 +116,8 @@ class Admission:
         if self._log.stats()["quarantined"]:
             self._coordinator.step(Ping())  # slots that rows have moved out of are free soon
             return
-        others = [other for other in self._calls if other is not call and (other.active or other.blocked)]
-        if time.monotonic() > end or all(other.thread == call.thread for other in others):
+        if time.monotonic() > end or self._hopeless(call):
+            call.blocked = False
             stats = self._log.stats()
             others_text = f"{stats['sequences']} other sequences under way leave {self._room()}"
             raise PoolFull(

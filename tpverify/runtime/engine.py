@@ -28,7 +28,7 @@ class Engine:
 
     Several streams and threads may use one engine: their steps take turns, and its slots are shared out among all. A
     prompt for which there is no room waits, in order of arrival, for sequences to end, at most deadline_s; not where
-    all that could end is for the waiting thread itself to step.
+    all that could end is for the waiting thread itself to step, or for others that wait with it.
 
     model: "tiny", the shipped byte-level model, or the directory of a checkpoint in DeepSeek-V3's layout (dense layers,
     safetensors; a drafter/ folder beside it makes "ddtree" and "chain" possible). device: "auto" takes GPUs where every
