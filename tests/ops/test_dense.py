@@ -137,6 +137,37 @@ def test_results_go_where_they_are_wanted(way):
     assert out.isnan().sum() == 5 * (250 - 137)
 
 
+@pytest.mark.parametrize("m", [0, 1, 5])
+def test_a_sum_may_lie_in_memory_as_it_likes(m, way):
+    x, layer = normal(m, 37), dense.Linear(WEIGHT)
+    sums = normal(100, m), normal(m, 200)[:, 50:150], normal(100).expand(m, -1)
+    for add in (sums[0].t(), *sums[1:]):
+        expected = layer(x, add=add.contiguous())
+        assert torch.equal(layer(x, add=add), expected)
+        assert torch.equal(layer(x, add=add, out=torch.full((m, 250), torch.nan)[:, 7:107]), expected)
+
+
+def test_a_weight_may_be_a_column(way):
+    x, wide = normal(5, 37), normal(37, 3)
+    assert torch.equal(dense.rms_norm(x, wide[:, 1], 1e-3), dense.rms_norm(x, wide[:, 1].contiguous(), 1e-3))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: dense.Linear(WEIGHT)(x[:, :36]),
+        lambda x: dense.Linear(WEIGHT)(x.double()),
+        lambda x: dense.rms_norm(x, WEIGHT[0, :36], 1e-3),
+        lambda x: dense.silu_mul(x),
+        lambda x: dense.rope(x[:, None, :36], x[:3, :18], x[:3, :18], True),
+        lambda x: dense.rope(x[:, None, :36], x[:, :17], x[:, :17], True),
+    ],
+)
+def test_shapes_that_do_not_fit_read_no_other_memory(call, way):
+    with pytest.raises((AssertionError, RuntimeError)):
+        call(normal(5, 37))
+
+
 def test_gates_from_tiny_to_huge_match_float64(way):
     gates = GATES.repeat(2, 3)
     y = dense.silu_mul(torch.cat([gates, torch.ones_like(gates)], dim=1))

@@ -40,12 +40,12 @@ class Linear:
         if not self._native:
             product = self._matmul(x)
             return out.copy_(product if add is None else add + product)
+        assert x.dtype == out.dtype == torch.float32 and x.shape[-1] == self._inputs
         x = _dense_rows(x)
         x_head, y_head = (x.stride(1), out.stride(1)) if self._heads else (0, 0)
-        add_at = None
-        if add is not None:
-            assert add.stride() == out.stride() and add.shape == out.shape
-            add_at = add.data_ptr()
+        if add is not None and (add.stride() != out.stride() or add.shape != out.shape or add.dtype != out.dtype):
+            add = out.copy_(add)
+        add_at = None if add is None else add.data_ptr()
         _call(
             "tpv_linear", x.shape[0], self._inputs, self._outputs, self._heads.numel(), 0, x.stride(0), x_head,
             out.stride(0), y_head, x.data_ptr(), self._weight.data_ptr(), add_at, out.data_ptr(),
@@ -66,7 +66,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     if not runs_natively(x.dtype):
         rows = gemm.pad_rows(x)
         return out.copy_((weight * (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)))[: len(x)])
-    x = _dense_rows(x)
+    assert weight.shape == x.shape[1:] and weight.dtype == x.dtype
+    x, weight = _dense_rows(x), weight.contiguous()
     pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
     _call("tpv_rms_norm", *x.shape, eps, x.stride(0), out.stride(0), *pointers)
     return out
@@ -81,6 +82,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | N
         rows, cos, sin = gemm.pad_rows(x), gemm.pad_rows(cos)[:, None], gemm.pad_rows(sin)[:, None]
         a, b = (rows[..., 0::2], rows[..., 1::2]) if interleaved else rows.chunk(2, dim=-1)
         return out.copy_(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)[: len(x)])
+    assert cos.shape == sin.shape == (len(x), x.shape[2] // 2) and cos.dtype == sin.dtype == x.dtype
     x, cos, sin = _dense_rows(x), cos.contiguous(), sin.contiguous()
     pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
     _call("tpv_rope", *x.shape, interleaved, 0, *x.stride()[:2], *out.stride()[:2], *pointers)
@@ -92,6 +94,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if not runs_natively(gate_up.dtype):
         gate, up = gemm.pad_rows(gate_up).chunk(2, dim=1)
         return (F.silu(gate) * up)[: len(gate_up)]
+    assert gate_up.shape[1] % 2 == 0
     gate_up = gate_up.contiguous()
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, columns)
