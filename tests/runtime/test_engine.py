@@ -41,9 +41,10 @@ def fresh(group, engine):
 
 
 def room(engine: Engine) -> int:
-    """Slots that sequences can have: those that only the prefix cache has are evicted when needed."""
+    """Slots that sequences can have: those that only the prefix cache has are evicted when needed, and those that rows
+    have moved out of, by themselves, are free soon."""
     stats = engine.stats()
-    return stats["free"] + stats["evictable"]
+    return stats["free"] + stats["evictable"] + stats["quarantined"]
 
 
 def same(a: GenerationResult, b: GenerationResult) -> bool:

@@ -38,7 +38,7 @@ def build(group: RankGroup) -> Callable[..., Engine]:
 
 def room(engine: Engine) -> int:
     stats = engine.stats()
-    return stats["free"] + stats["evictable"]
+    return stats["free"] + stats["evictable"] + stats["quarantined"]
 
 
 def common(a: list[int], b: list[int]) -> int:
