@@ -188,3 +188,14 @@ def test_ids_beyond_int64_are_not_taken_for_negative_ones():
     assert log.length(log.open(np.array([1, 1, 1], np.uint64))) == 0
     with pytest.raises(ArgumentError, match="tokens"):
         log.open(np.array([2**64 - 1] * 3, np.uint64))
+
+
+def test_what_is_shared_ends_where_the_match_does():
+    """A fork reads the end of a branch whose start, from another sequence, nobody reads."""
+    log = KvLog(64)
+    first, second = log.open(), log.open()
+    log.append(first, 10), log.append(second, 20)
+    log.close(first, range(10))
+    log.fork(second)
+    log.close(second, range(20))
+    assert [log.shared(range(n)) for n in (1, 11, 12, 15, 21)] == [0, 0, 1, 4, 10]

@@ -49,10 +49,13 @@ class RadixCache:
         return self._walk(tokens)[1]
 
     def read(self, tokens: Tokens) -> int:
-        """How much of the longest cached prefix of tokens int64 [n] is read by a sequence: who reads a row reads all
-        before it."""
-        path, matched = self._walk(tokens)
-        return min(matched, sum(node.slots.size - self._unread(node) for node in path))
+        """How much of the longest cached prefix of tokens int64 [n] is read by a sequence."""
+        path, left = self._walk(tokens)
+        read = 0
+        for node in path:
+            read += min(left, node.slots.size - self._unread(node))
+            left -= node.slots.size
+        return read
 
     def insert(self, tokens: Tokens, slots: Slots) -> None:
         """Cache what is not cached yet of tokens int64 [n] in slots int32 [n]; what is stays where it is."""
