@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
@@ -39,21 +40,31 @@ def test_the_table_has_every_stage_and_names_the_others() -> None:
 
 
 def test_shares_of_the_deep_step() -> None:
-    us = {"all": 12000.0, "gemm": 3000.0, "attention": 8000.0, "gather": 500.0, "all but gather": 11450.0}
+    """The head's product is 60 - 20 us: what it takes beyond a step without products."""
+    layers = {"all": 12000.0, "gemm": 3000.0, "attention": 8000.0, "gather": 500.0, "all but gather": 11450.0}
+    head = {"all": 60.0, "gemm": 61.0, "attention": 20.0, "gather": 21.0, "all but gather": 62.0}
     found = {
-        name: {"p50_ms": 12.5, "p99_ms": 13.0, "stages_us": {"plan": 90.0, "layers": layers, "reply": 200.0}}
-        for name, layers in us.items()
+        name: {
+            "p50_ms": 12.5,
+            "p99_ms": 13.0,
+            "stages_us": {"plan": 90.0, "layers": us, "head": head[name], "reply": 200.0},
+        }
+        for name, us in layers.items()
     }
     row = stack_step.row(found, 2)
     assert row["stages_us"] == {
-        "gemm": 3000.0, "attention": 8000.0, "gather": 500.0, "rest of the layers": 500.0, "plan": 90.0, "reply": 200.0,
+        "gemm": 3040.0, "attention": 8000.0, "gather": 500.0, "rest of the layers": 500.0, "plan": 90.0, "head": 20.0,
+        "reply": 200.0,
     }  # fmt: skip
-    assert row["other_share"] == pytest.approx(1 - 11500 / 12500) and (row["p50_ms"], row["p99_ms"]) == (12.5, 13.0)
+    assert row["other_share"] == pytest.approx(1 - 11540 / 12500) and (row["p50_ms"], row["p99_ms"]) == (12.5, 13.0)
     assert row["gather"] == {"in_step_us": 550.0, "alone_us": 500.0, "layers": 61, "bytes_a_rank": 32 * 32 * 128 * 2}
 
 
 def test_its_trees_are_trees() -> None:
+    parents = set()
     for step in (0, 1, 5000):
-        tree = DraftTree.from_parents(*stack_step.drafted(step))
-        assert len(tree) == 32 and tree.tokens.max() < stack_step.KIMI_K2.vocab_size
-        assert tree.depths.max() == 5, "binary"
+        request = stack_step.drafted(7, step)
+        tree = DraftTree.from_parents(np.frombuffer(request.tokens, "<i8"), np.frombuffer(request.parents, "<i4"))
+        assert len(tree) == 32 and tree.tokens.max() < stack_step.KIMI_K2.vocab_size and request.seq == 7
+        parents.add(request.parents)
+    assert len(parents) == 3, "no two steps alike"
