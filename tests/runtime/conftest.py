@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tpverify.runtime import cluster
+from tpverify.runtime import cluster, coordinator
 from tpverify.runtime.ranks import RankGroup
 
 
@@ -28,3 +28,9 @@ def ray_session() -> Iterator[None]:
 def ranks(ray_session: None) -> Iterator[RankGroup]:
     with RankGroup(4, "cpu", deadline_s=60) as group:
         yield group
+
+
+@pytest.fixture(autouse=True)
+def nothing_moves_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it does follows the clock; tests that count slots, and texts without moves, are not to depend on that."""
+    monkeypatch.setattr(coordinator, "SCATTERED", 1 << 30)

@@ -42,7 +42,7 @@ def group(ray_session: None) -> Iterator[RankGroup]:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Called, it lets every coordinator that is built from now on move whatever it can after every step."""
+    """Until it is called nothing moves; from then on every coordinator moves whatever it can after every step."""
 
     def switch() -> None:
         monkeypatch.setattr(coordinator, "Pacer", Eager)
