@@ -80,13 +80,29 @@ def problems(
     tests: set[str],
 ) -> list[str]:
     """Why the evidence does not hold for this checkout. toolkit, built: as fresh_cubins; now: as sources()."""
-    wrong = [f"{name} is missing or no {kind.__name__}" for name, kind in SECTIONS.items()
-             if not isinstance(found.get(name), kind)]  # fmt: skip
-    if wrong:
-        return wrong
-    if found.get("seal") != seal(found):
-        wrong.append("the seal is broken: the file was changed after the suite wrote it")
-    return wrong + stale(found, toolkit, built, now) + not_passed(found["tests"], tests) + row_problems(found["rows"])
+    missing = missing_sections(found, SECTIONS)
+    return missing or unsound(found, toolkit, built, now, tests) + row_problems(found["rows"])
+
+
+def missing_sections(found: dict[str, Any], sections: dict[str, type]) -> list[str]:
+    return [f"{name} is missing or no {kind.__name__}" for name, kind in sections.items()
+            if not isinstance(found.get(name), kind)]  # fmt: skip
+
+
+def unsound(
+    found: dict[str, Any],
+    toolkit: str | None,
+    built: dict[str, dict[str, str]],
+    now: dict[str, str],
+    tests: set[str],
+) -> list[str]:
+    """What is wrong with any evidence: it was changed by hand, is stale, or lacks a passed test."""
+    broken = (
+        []
+        if found.get("seal") == seal(found)
+        else ["the seal is broken: the file was changed after the suite wrote it"]
+    )
+    return broken + stale(found, toolkit, built, now) + not_passed(found["tests"], tests)
 
 
 def stale(

@@ -69,14 +69,9 @@ def problems(
     tests: set[str],
 ) -> list[str]:
     """Why the evidence does not hold for this checkout. Arguments as of evidence.problems."""
-    wrong = [f"{name} is missing or no {kind.__name__}" for name, kind in SECTIONS.items()
-             if not isinstance(found.get(name), kind)]  # fmt: skip
-    if wrong:
-        return wrong
-    if found.get("seal") != evidence.seal(found):
-        wrong.append("the seal is broken: the file was changed after the suite wrote it")
-    wrong += evidence.stale(found, toolkit, built, now) + evidence.not_passed(found["tests"], tests)
-    return wrong + ([] if found["faults"] else ["no fault was recorded"])
+    if missing := evidence.missing_sections(found, SECTIONS):
+        return missing
+    return evidence.unsound(found, toolkit, built, now, tests) + ([] if found["faults"] else ["no fault was recorded"])
 
 
 def quote(found: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from random_model import OTHERS, save_random
 
 from tpverify.config import MlaGeometry
 from tpverify.errors import ArgumentError
@@ -165,20 +166,10 @@ def test_accepted_off_spine_path_continues_as_if_decoded(tiny):
     assert torch.equal(after, expected)
 
 
-@pytest.mark.parametrize("q_lora_rank, interleave, tied", [(48, True, False), (None, False, False), (32, False, True)])
+@pytest.mark.parametrize("q_lora_rank, interleave, tied", OTHERS)
 def test_other_shapes_of_the_architecture_match_transformers(q_lora_rank, interleave, tied, tmp_path):
-    """Random weights: a low-rank query path, half-split rope, an untied head, 12 heads over tp 3."""
-    raw = transformers.DeepseekV3Config(
-        vocab_size=300, hidden_size=96, num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=12,
-        intermediate_size=128, kv_lora_rank=512, q_lora_rank=q_lora_rank, qk_nope_head_dim=16, qk_rope_head_dim=64,
-        v_head_dim=24, first_k_dense_replace=2, max_position_embeddings=512, rope_interleave=interleave,
-        tie_word_embeddings=tied, attention_bias=False, rope_scaling=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    oracle = transformers.DeepseekV3ForCausalLM(raw).eval()
-    for parameter in oracle.parameters():
-        torch.nn.init.normal_(parameter, std=0.15)
-    oracle.save_pretrained(tmp_path)
+    """Random weights, 12 heads over tp 3."""
+    oracle = save_random(tmp_path, q_lora_rank, interleave, tied)
     config, tensors = load_checkpoint(tmp_path)
     assert (config.q_lora_rank, config.rope_interleave, config.tie_word_embeddings) == (q_lora_rank, interleave, tied)
     tokens = torch.randint(0, 300, (90,))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from decoding import Meeting
+from random_model import OTHERS, save_random
 
 from tpverify.config import MlaGeometry
 from tpverify.model.checkpoint import ModelConfig, load_checkpoint, resolve
@@ -118,22 +119,12 @@ def test_tp_changes_no_bit(tiny: Any, tp: int, dtype: torch.dtype) -> None:
         assert torch.equal(*(model(chunk, TreeMask.chain(len(chunk))) for model in (one, many)))
 
 
-@pytest.mark.parametrize("q_lora_rank, interleave, tied", [(48, True, False), (None, False, False), (32, False, True)])
+@pytest.mark.parametrize("q_lora_rank, interleave, tied", OTHERS)
 def test_other_shapes_of_the_architecture_match_transformers(
     q_lora_rank: int | None, interleave: bool, tied: bool, tmp_path: Any
 ) -> None:
-    """Random weights: a low-rank query path, half-split rope, an untied head, 12 heads in 4 shards over tp 2."""
-    raw = transformers.DeepseekV3Config(
-        vocab_size=300, hidden_size=96, num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=12,
-        intermediate_size=128, kv_lora_rank=512, q_lora_rank=q_lora_rank, qk_nope_head_dim=16, qk_rope_head_dim=64,
-        v_head_dim=24, first_k_dense_replace=2, max_position_embeddings=512, rope_interleave=interleave,
-        tie_word_embeddings=tied, attention_bias=False, rope_scaling=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.DeepseekV3ForCausalLM(raw).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.15)
-    model.save_pretrained(tmp_path)
+    """Random weights, 12 heads in 4 shards over tp 2."""
+    model = save_random(tmp_path, q_lora_rank, interleave, tied)
     config, tensors = load_checkpoint(tmp_path)
     assert virtual_shards(config.num_attention_heads) == 4
     tokens = torch.randint(0, 300, (90,))

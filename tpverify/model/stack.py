@@ -17,6 +17,7 @@ from torch import Tensor
 from tpverify.config import check_choice
 from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import ModelConfig
+from tpverify.model.gpu_decoder import VIRTUAL_SHARDS, rotate
 from tpverify.model.mla import NORM_EPS
 
 # huggingface.co/moonshotai/Kimi-K2-Instruct, but for a vocabulary of 163,840.
@@ -34,7 +35,6 @@ KIMI_K2 = ModelConfig(
     q_lora_rank=1536,
     rope_theta=50000.0,
 )
-VIRTUAL_SHARDS = 8  # of the heads: a product has the same shape, and so the same bits, whatever a rank's share is
 PARTS = ("gemm", "attention", "gather", "rest")
 
 Attend = Callable[[int, Tensor, Tensor], None]  # layer, q [n, local heads, row_dim], out [n, local heads, kv_lora_rank]
@@ -173,7 +173,7 @@ class AttentionStack:
                 row = torch.empty(len(rows), self.row_dim, dtype=self._dtype, device=self._device)
                 kv = b.down[:, low:]
                 torch.mul(kv[:, :latent], _mean_square(kv[:, :latent], eps).rsqrt_(), out=row[:, :latent])
-                row[:, latent:] = _turned(kv[:, latent:], key_turn)
+                row[:, latent:] = rotate(kv[:, latent:], key_turn)
                 pool.index_copy_(0, rows, row)
         if gemm:
             for shard, q_b in enumerate(w.q_b):
@@ -181,7 +181,7 @@ class AttentionStack:
         if rest:
             _join(self._queries_side)
             with _aside(self._queries_side):
-                turned = _turned(b.q_b[..., nope:], query_turn)
+                turned = rotate(b.q_b[..., nope:], query_turn)
                 b.q.unflatten(0, (-1, self.shard_heads))[..., latent:] = turned.transpose(1, 2)
             torch.mul(b.q_b[..., :nope], query_scale[:, None], out=b.nope)
         if gemm:
@@ -213,12 +213,6 @@ def _mean_square(x: Tensor, eps: Tensor) -> Tensor:
     """Of x's rows [n, width], plus eps [n or 1, 1]: float32 [n, 1]."""
     root = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
     return torch.addcmul(eps, root, root, value=1 / x.shape[1])
-
-
-def _turned(x: Tensor, turn: Tensor) -> Tensor:
-    """x [..., rope_dim], neighbours as pairs, each times its number of complex [..., rope_dim / 2]: float32."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turn).flatten(-2)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Verify attention on one rank: the whole latent pool, and a contiguous shard of the query heads."""
 
 import math
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from tpverify.ops.plan import VerifyPlan
 from tpverify.ops.staging import Request
 from tpverify.runtime.comm import Comm
 from tpverify.runtime.device import latent_pool
-from tpverify.runtime.frames import frame_of, tensor_of
+from tpverify.runtime.frames import digest_of, frame_of, tensor_of
 from tpverify.runtime.messages import Attend, ContentDigest, Frame, TreeRequest, Work, Write
 from tpverify.runtime.moves import move_kept
 from tpverify.runtime.stages import StageClock
@@ -125,7 +124,7 @@ class AttentionWorker:
         return (index.pin_memory() if self.pinned else index).to(self.device, non_blocking=True)
 
     def _content_digest(self, slots: np.ndarray) -> str:
-        return blake2b(frame_of(self.pool[:, self._upload(slots)].cpu()), digest_size=8).hexdigest()
+        return digest_of(self.pool[:, self._upload(slots)].cpu())
 
 
 def _request(request: TreeRequest, replica: Replica) -> Request:

@@ -1,7 +1,6 @@
 """The target model on one rank, and on rank 0 its choices and the drafter: one decode step, one answer."""
 
 import time
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -15,11 +14,12 @@ from tpverify.model.checkpoint import load_checkpoint
 from tpverify.model.cpu_drafter import CpuDrafter
 from tpverify.model.decoder import Decoder
 from tpverify.model.drafter import Drafter
+from tpverify.model.gpu_accept import rank_tokens
 from tpverify.model.parallel import TensorParallel
 from tpverify.ops.attention import VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import SocketComm
-from tpverify.runtime.frames import frame_of
+from tpverify.runtime.frames import digest_of, frame_of
 from tpverify.runtime.messages import (
     ContentDigest,
     Decode,
@@ -76,12 +76,12 @@ class DecoderWorker:
         if isinstance(work, Decode):
             return self._decode(work, replica), []
         if isinstance(work, HiddenDigest):
-            return _digest(self.hidden[_long(replica.prefix_slots(work.seq)[: work.count])]), []
+            return digest_of(self.hidden[_long(replica.prefix_slots(work.seq)[: work.count])]), []
         if isinstance(work, HiddenStates):
             rows = self.hidden[_long(replica.prefix_slots(work.seq)[: work.count])]
             return None, [frame_of(rows)] if self.comm.rank == 0 else []
         if isinstance(work, ContentDigest):
-            return _digest(self.pool[:, _long(replica.prefix_slots(work.seq))]), []
+            return digest_of(self.pool[:, _long(replica.prefix_slots(work.seq))]), []
         raise TypeError(f"a decoder rank cannot do {type(work).__name__}")
 
     def _decode(self, work: Decode, replica: Replica) -> Decoded | None:
@@ -149,10 +149,8 @@ class DecoderWorker:
         committed = len(prefix) + len(path)
         window = torch.cat([prefix, path])[-self.drafter.window :]
         logits = self.drafter(self.context[window], bonus, committed)
-        # A stable sort: equal logits rank by token id.
-        logprobs, token_ids = logits.double().log_softmax(-1).float().sort(dim=-1, descending=True, stable=True)
-        top = slice(0, request.candidates)
-        return logprobs[:, top].numpy(), token_ids[:, top].numpy()
+        logprobs, token_ids = rank_tokens(logits, request.candidates)
+        return logprobs.numpy(), token_ids.numpy()
 
 
 def _choose(logits: Tensor, request: DecodeRequest, position: int) -> int:
@@ -171,7 +169,3 @@ def _tree(request: DecodeRequest) -> DraftTree:
 
 def _long(slots: np.ndarray) -> Tensor:
     return torch.from_numpy(slots.astype(np.int64))
-
-
-def _digest(rows: Tensor) -> str:
-    return blake2b(frame_of(rows), digest_size=8).hexdigest()

@@ -1,6 +1,7 @@
 """Tensors as raw frames and back."""
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -9,6 +10,11 @@ from torch import Tensor
 def frame_of(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor in row-major order; no copy if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def digest_of(tensor: Tensor) -> str:
+    """16 hex digits of the bytes of a CPU tensor."""
+    return blake2b(frame_of(tensor), digest_size=8).hexdigest()
 
 
 def tensor_of(

@@ -7,8 +7,6 @@ of them, so any could take over from rank 0, which alone answers.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from hashlib import blake2b
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -28,7 +26,7 @@ from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import GpuComm
 from tpverify.runtime.decoder_worker import DecoderOptions
 from tpverify.runtime.device import latent_pool
-from tpverify.runtime.frames import frame_of
+from tpverify.runtime.frames import digest_of, frame_of
 from tpverify.runtime.gpu_step import Layout, StepBuffers, StepRequest
 from tpverify.runtime.graphs import Bucket, Graphs
 from tpverify.runtime.messages import (
@@ -42,6 +40,7 @@ from tpverify.runtime.messages import (
     Work,
 )
 from tpverify.runtime.moves import move_kept
+from tpverify.runtime.stages import StageClock
 
 DTYPE = torch.bfloat16
 # A root alone or a chain of 15, trees of 32, 64, 128 and a prompt's chunk of 256, each with its root; the widest tree.
@@ -69,7 +68,7 @@ class GpuDecoderWorker:
         torch.set_grad_enabled(False)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.comm, self.device = comm, torch.device(device)
-        self.cuda = self.device.type == "cuda"
+        self.cuda, self.clock = self.device.type == "cuda", StageClock(self.device)
         if self.cuda:
             torch.cuda.set_device(self.device)
         config, tensors = load_checkpoint(shape.checkpoint)
@@ -112,12 +111,12 @@ class GpuDecoderWorker:
         if isinstance(work, Decode):
             return self._decode(work, replica), []
         if isinstance(work, HiddenDigest):
-            return _digest(self._rows(self.hidden, replica.prefix_slots(work.seq)[: work.count])), []
+            return digest_of(self._rows(self.hidden, replica.prefix_slots(work.seq)[: work.count])), []
         if isinstance(work, HiddenStates):
             rows = self._rows(self.hidden, replica.prefix_slots(work.seq)[: work.count])
             return None, [frame_of(rows)] if self.comm.rank == 0 else []
         if isinstance(work, ContentDigest):
-            return _digest(self._rows(self.pool.transpose(0, 1), replica.prefix_slots(work.seq))), []
+            return digest_of(self._rows(self.pool.transpose(0, 1), replica.prefix_slots(work.seq))), []
         raise TypeError(f"a decoder rank cannot do {type(work).__name__}")
 
     def _decode(self, work: Decode, replica: Replica) -> Decoded | None:
@@ -165,19 +164,18 @@ class GpuDecoderWorker:
         step = self.steps[bucket]
         step.upload(requests)
         self.plans[bucket].take([request.verify for request in requests])
-        marks = [self._mark()]
+        self.clock.start()
         self.verify.replay(bucket)
-        marks.append(self._mark())
+        self.clock.mark("verify")
         self.accept[any(request.temperature > 0 for request in requests)].replay(bucket)
-        marks.append(self._mark())
+        self.clock.mark("accept")
         drafted = self.draft is not None and any(request.candidates for request in requests)
         if drafted:
             self.draft.replay(bucket)  # type: ignore[union-attr]
-        marks.append(self._mark())
+        self.clock.mark("draft")
         step.download(drafted)
         self.comm.wait()
-        stages = dict(zip(("verify", "accept", "draft"), map(_seconds, pairwise(marks)), strict=True))
-        return step.answers(requests) if self.comm.rank == 0 else [], stages
+        return step.answers(requests) if self.comm.rank == 0 else [], self.clock.seconds()
 
     def _verify(self, bucket: Bucket) -> None:
         """All layers over all nodes: latent rows, final hidden states and context rows to the nodes' slots; logits."""
@@ -229,25 +227,6 @@ class GpuDecoderWorker:
     def _rows(self, table: Tensor, slots: np.ndarray) -> Tensor:
         """table[slots] on the CPU."""
         return table[torch.from_numpy(slots.astype(np.int64)).to(self.device)].cpu()
-
-    def _mark(self) -> Any:
-        """Now: on the device's clock, where there is one."""
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _seconds(marks: tuple[Any, Any]) -> float:
-    """Between two marks that have passed."""
-    if isinstance(marks[0], float):
-        return marks[1] - marks[0]
-    return 1e-3 * marks[0].elapsed_time(marks[1])
-
-
-def _digest(rows: Tensor) -> str:
-    return blake2b(frame_of(rows), digest_size=8).hexdigest()
 
 
 def _typical(bucket: Bucket, num_slots: int) -> list[VerifyRequest]:

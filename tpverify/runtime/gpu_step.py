@@ -12,6 +12,7 @@ from tpverify.ops.staging import Request
 from tpverify.runtime.graphs import Bucket
 from tpverify.runtime.messages import DecodedRequest, DecodeRequest
 from tpverify.tree import uniform
+from tpverify.tree.draft_tree import ancestry
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,12 @@ class StepRequest:
 @functools.lru_cache(maxsize=256)  # chains are the same at every step
 def _mask(parents: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Ancestor words uint64 [n, ceil(n/64)] and depths int32 [n]."""
-    depths: list[int] = []
-    rows: list[int] = []
-    for node, parent in enumerate(np.frombuffer(parents, "<i4").tolist()):
+    above = np.frombuffer(parents, "<i4").tolist()
+    for node, parent in enumerate(above):
         if not (0 <= parent < node if node else parent == -1):
             raise ValueError(f"parents[{node}]: expected an earlier node, and -1 for the root, got {parent}")
-        depths.append(depths[parent] + 1 if node else 0)
-        rows.append((rows[parent] if node else 0) | 1 << node)
-    width = -(-len(rows) // 64) * 8
-    words = np.frombuffer(b"".join(row.to_bytes(width, "little") for row in rows), np.uint64)
-    return words.reshape(len(rows), -1), np.array(depths, np.int32)
+    depths, words = ancestry(above)
+    return words, np.array(depths, np.int32)
 
 
 class StepBuffers:

@@ -3,7 +3,6 @@
 import time
 from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ from tpverify.ops.attention import ROW_DIM, TreeMask, VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import GpuComm
 from tpverify.runtime.device import latent_pool
-from tpverify.runtime.frames import frame_of
+from tpverify.runtime.frames import digest_of
 from tpverify.runtime.gpu_step import StepRequest
 from tpverify.runtime.graphs import Bucket, Graphs
 from tpverify.runtime.messages import ContentDigest, Decode, Decoded, DecodedRequest, DecodeRequest, Frame, Work
@@ -90,7 +89,7 @@ class StackWorker:
             return self._decode(work.requests, replica), []
         if isinstance(work, ContentDigest):
             rows = torch.from_numpy(replica.prefix_slots(work.seq).astype(np.int64)).to(self.device)
-            return blake2b(frame_of(self.pool[:, rows].cpu()), digest_size=8).hexdigest(), []
+            return digest_of(self.pool[:, rows].cpu()), []
         raise TypeError(f"a rank of the stack cannot do {type(work).__name__}")
 
     def _plan(self, bucket: Bucket, num_slots: int) -> VerifyPlan:

@@ -90,15 +90,23 @@ class DraftTree:
 def assemble(tokens: Sequence[int], parents: Sequence[int], exact: bool) -> DraftTree:
     """Depths, links and ancestor words of a well-formed tree, in plain Python: the oracle of the native builder."""
     n = len(tokens)
-    depths, first_child, next_sibling, rows = [0] * n, [-1] * n, [-1] * n, [1] * n
+    depths, words = ancestry(parents)
+    first_child, next_sibling = [-1] * n, [-1] * n
+    for i in range(n - 1, 0, -1):  # insertion at the head, from the back: siblings end in ascending order
+        next_sibling[i], first_child[parents[i]] = first_child[parents[i]], i
+    int64s, int32s = np.array(tokens, np.int64), np.array([parents, depths, first_child, next_sibling], np.int32)
+    int64s.flags.writeable = int32s.flags.writeable = False
+    return DraftTree(int64s, int32s[0], int32s[1], int32s[2], int32s[3], words, exact)
+
+
+def ancestry(parents: Sequence[int]) -> tuple[list[int], np.ndarray]:
+    """Depths, and ancestor words uint64 [n, ceil(n / 64)], of a well-formed tree."""
+    n = len(parents)
+    depths, rows = [0] * n, [1] * n
     for i in range(1, n):
         parent = parents[i]
         depths[i] = depths[parent] + 1
         rows[i] = rows[parent] | 1 << i
-    for i in range(n - 1, 0, -1):  # insertion at the head, from the back: siblings end in ascending order
-        next_sibling[i], first_child[parents[i]] = first_child[parents[i]], i
     row_bytes = (n + 63) // 64 * 8
-    words = np.frombuffer(b"".join(row.to_bytes(row_bytes, "little") for row in rows), np.uint64).reshape(n, -1)
-    int64s, int32s = np.array(tokens, np.int64), np.array([parents, depths, first_child, next_sibling], np.int32)
-    int64s.flags.writeable = int32s.flags.writeable = False
-    return DraftTree(int64s, int32s[0], int32s[1], int32s[2], int32s[3], words, exact)
+    words = np.frombuffer(b"".join(row.to_bytes(row_bytes, "little") for row in rows), np.uint64)
+    return depths, words.reshape(n, -1)
