@@ -1,10 +1,16 @@
-"""Structural digest: 64 bits that differ when two replicas map any position of any sequence differently.
+"""Digests of 64 bits: structural, of where every position of every sequence lies, and of content, of what lies there.
 
-A sequence's prefix is the inner product, mod 2^64, of pseudo-random keys of its slots and of its positions
+Structural: a sequence's prefix is the inner product, mod 2^64, of pseudo-random keys of its slots and of its positions
 (multilinear hashing). It is a sum, so an append adds only its own terms, a move replaces those of the rows moved, and a
 fork or a close costs O(1). Sequences are mixed one by one and summed, so the order in which they changed does not
 matter. What the cache keeps and what is quarantined are two more such sums.
+
+Content: hashes of rows, added up over layers with a key each, then over logical positions with a key each. A move
+leaves it as it was. Hashes of single positions say where two replicas differ.
 """
+
+from collections import Counter
+from collections.abc import Sequence as Listlike
 
 import numpy as np
 import numpy.typing as npt
@@ -54,3 +60,29 @@ def pool_hash(cached_sum: int, quarantined_sum: int, limit: int) -> int:
     """One 64-bit word for what no sequence maps: the cache, the quarantine and the limit."""
     word = mix64((limit + cached_sum) & MASK64)
     return mix64((word + quarantined_sum) & MASK64)
+
+
+def position_hashes(row_hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """uint64 [n]: what is kept at each of n positions, from hashes of the rows [tables, n], the layers' among them.
+
+    A sum of products with odd keys, so that a single row that differs always shows, and layers that changed places do.
+    """
+    return _odd_keys(3, len(row_hashes)) @ row_hashes
+
+
+def content_digest(hashes: npt.NDArray[np.uint64]) -> str:
+    """16 hex digits of position_hashes [n], the position being the index: they are the same wherever the rows lie."""
+    return f"{mix64(int(_odd_keys(4, hashes.size) @ hashes) ^ mix64(hashes.size)):016x}"
+
+
+def outlier(words: Listlike[object]) -> tuple[int, list[int], bool]:
+    """Of ranks whose words should be equal and are not: the rank to blame, those that contradict it, and whether it is
+    known to be wrong. It is when most ranks agree on another word; else the last rank is named, and may be right."""
+    common, votes = Counter(words).most_common(1)[0]
+    known = 2 * votes > len(words)
+    blamed = next(rank for rank, word in enumerate(words) if word != common) if known else len(words) - 1
+    return blamed, [rank for rank, word in enumerate(words) if word != words[blamed]], known
+
+
+def _odd_keys(stream: int, n: int) -> npt.NDArray[np.uint64]:
+    return np.random.PCG64(stream).random_raw(n) | np.uint64(1)

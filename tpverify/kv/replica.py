@@ -16,7 +16,7 @@ ANSWERS_KEPT = 4096  # entries whose repetition a replica still answers
 
 
 class Fenced(RuntimeError):
-    """A replica saw a gap or a contradiction in its log. Its tables cannot be trusted: it must be replaced."""
+    """A replica saw a gap or a contradiction in its log, or its rows are not what they were. It must be replaced."""
 
 
 class Replica:
@@ -47,13 +47,13 @@ class Replica:
         """
         self._trusted()
         if first > self._applied + 1:
-            self._fence(f"entry {self._applied + 1} is missing: the log goes on with entry {first}")
+            self.fence(f"entry {self._applied + 1} is missing: the log goes on with entry {first}")
         for number, entry in enumerate(entries, first):
             body = blake2b(msgspec.msgpack.encode(entry), digest_size=8).digest()
             if number > self._applied:
                 self._run(number, entry, body)
             elif number > self._joined and self._answer(number)[0] != body:
-                self._fence(f"entry {number} was repeated with another body")
+                self.fence(f"entry {number} was repeated with another body")
         return self._answer(first + len(entries) - 1)[1]
 
     def take_moves(self) -> list[tuple[Slots, Slots]]:
@@ -86,6 +86,11 @@ class Replica:
         """16 hex digits of the present tables."""
         return self._trusted().digest()
 
+    def fence(self, cause: str) -> NoReturn:
+        """Raise Fenced, now and from every later call: what this rank holds cannot be trusted."""
+        self._fenced = Fenced(cause)
+        raise self._fenced
+
     def _trusted(self) -> SequenceTables:
         if self._fenced is not None:
             raise self._fenced
@@ -95,7 +100,7 @@ class Replica:
         try:
             entry.apply(self._tables)
         except ArgumentError as error:
-            self._fence(f"entry {number} does not fit the tables: {error}")
+            self.fence(f"entry {number} does not fit the tables: {error}")
         if isinstance(entry, Move):
             self._moves.append(entry.pairs(self._tables.num_slots))
         self._applied = number
@@ -105,9 +110,5 @@ class Replica:
     def _answer(self, number: int) -> tuple[bytes, str]:
         answer = self._answers.get(number)
         if answer is None:
-            self._fence(f"entry {number} is not among the last {ANSWERS_KEPT} of {self._applied} applied")
+            self.fence(f"entry {number} is not among the last {ANSWERS_KEPT} of {self._applied} applied")
         return answer
-
-    def _fence(self, cause: str) -> NoReturn:
-        self._fenced = Fenced(cause)
-        raise self._fenced

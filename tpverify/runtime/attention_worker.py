@@ -15,9 +15,9 @@ from tpverify.ops.plan import VerifyPlan
 from tpverify.ops.staging import Request
 from tpverify.runtime.comm import Comm
 from tpverify.runtime.device import latent_pool
-from tpverify.runtime.frames import digest_of, frame_of, tensor_of
-from tpverify.runtime.messages import Attend, ContentDigest, Frame, TreeRequest, Work, Write
-from tpverify.runtime.moves import move_kept
+from tpverify.runtime.frames import frame_of, tensor_of
+from tpverify.runtime.messages import Attend, ContentDigest, Frame, RowHashes, TreeRequest, Work, Write
+from tpverify.runtime.moves import Kept
 from tpverify.runtime.stages import StageClock
 
 
@@ -48,6 +48,7 @@ class AttentionWorker:
             torch.cuda.set_device(self.device)
         dtype = getattr(torch, shape.dtype)
         self.pool = latent_pool(shape.num_layers, shape.num_slots, shape.row_dim, dtype, self.device)
+        self.kept = Kept(self.pool)
         self._clock = StageClock(self.device)
         self.local_heads = shape.num_heads // comm.size
         max_tokens = min(shape.max_batch * shape.num_slots, 2**31 - 1)
@@ -60,12 +61,12 @@ class AttentionWorker:
         if isinstance(work, Attend):
             replies = self._attend(work, frames, replica)
             return self._clock.seconds(), replies
-        if isinstance(work, ContentDigest):
-            return self._content_digest(replica.prefix_slots(work.seq)), []
+        if isinstance(work, ContentDigest | RowHashes):
+            return self.kept.answer(work, replica), []
         raise TypeError(f"an attention rank cannot do {type(work).__name__}")
 
-    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> None:
-        move_kept(replica, src, dst, self.pool)
+    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
+        return self.kept.move(src, dst, replica)
 
     def _write(self, work: Write, frames: list[memoryview], replica: Replica) -> list[Frame]:
         slots = replica.prefix_slots(work.seq)[work.start : work.start + work.count]
@@ -122,9 +123,6 @@ class AttentionWorker:
     def _upload(self, slots: np.ndarray) -> Tensor:
         index = torch.from_numpy(slots.astype(np.int64))
         return (index.pin_memory() if self.pinned else index).to(self.device, non_blocking=True)
-
-    def _content_digest(self, slots: np.ndarray) -> str:
-        return digest_of(self.pool[:, self._upload(slots)].cpu())
 
 
 def _request(request: TreeRequest, replica: Replica) -> Request:

@@ -6,12 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from tpverify.config import check_int, check_type
-from tpverify.errors import ClusterError, PoolFull
+from tpverify.errors import ClusterError, PoolFull, RankFailure
+from tpverify.kv import extents
 from tpverify.kv.defrag import GOAL
-from tpverify.kv.log import KvLog, Moved
+from tpverify.kv.digest import outlier
+from tpverify.kv.log import KvLog, Move, Moved
 from tpverify.kv.pacer import Pacer
-from tpverify.runtime.messages import Configure, Frame, Ping, Step, Work
+from tpverify.kv.slots import LIVE, Slots
+from tpverify.runtime.messages import Configure, Frame, Ping, RowHashes, Step, Work, Write
 from tpverify.runtime.ranks import RENDEZVOUS, START_DEADLINE_S, Answer, RankGroup
 
 SCATTERED = 16  # extents: a chain of more is brought together by itself, to GOAL or fewer
@@ -42,7 +48,7 @@ class Coordinator:
         check_type("group", group, RankGroup, "a RankGroup or None")
         self.group = group
         self.tp = group.size if tp is None else check_int("tp", tp, 1, group.size)
-        self._log = KvLog(num_slots, max_sequences)
+        self._log, self._num_slots = KvLog(num_slots, max_sequences), num_slots
         self.steps = 0
         self.pacer, self.moves = Pacer(), 0
         self._wave: tuple[Moved, float] | None = None  # that the next step carries, and the seconds its plan took
@@ -80,12 +86,12 @@ class Coordinator:
         """Apply the pending log entries on every rank, then do `work` there. Returns the answers in rank order.
 
         frames go to every rank, then own[rank] to that rank alone. Raises RankFailure if a rank fails, dies or is late,
-        or if its tables differ from the log's; the group is closed then.
+        if its tables differ from the log's, or if what it moved is not what the others did; the group is closed then.
         """
         start = time.perf_counter()
         answers = self._step(work, frames, own, None)
         self._pace(time.perf_counter() - start, max(answer.reply.seconds["move"] for answer in answers))
-        if not isinstance(work, Ping) and self.pacer.due():
+        if not isinstance(work, Ping | Write) and self.pacer.due():  # further rows may be committed and not yet written
             self._defrag()
         return answers
 
@@ -105,6 +111,42 @@ class Coordinator:
         """Structural digests: of the log as "driver", and of every rank by number."""
         answers = self.step(Ping())
         return {"driver": self._answered} | {answer.reply.rank: answer.reply.digest for answer in answers}
+
+    def check_content(self) -> int:
+        """Compare what ranks hold at every committed position, the cache's included: rows compared, each once however
+        many sequences read it. Raises RankFailure, after closing the group, for a rank that holds something else, with
+        the first position of a sequence at which it does."""
+        self.step(Ping())  # with what is pending
+        return self._compare(np.arange(self._num_slots, dtype=np.int32))
+
+    def _compare(self, slots: Slots) -> int:
+        """check_content of those of the slots, int32 [n], that hold a committed position."""
+        states, _ = self.log.slot_map()
+        slots = slots[states.take(slots) == LIVE]
+        parts = [np.empty((self.tp, 0), np.uint64)]
+        for first in range(0, slots.size, ROWS_AT_ONCE):
+            answers = self._step(RowHashes(extents.pack(slots[first : first + ROWS_AT_ONCE])), (), None, None)
+            parts.append(np.stack([np.frombuffer(answer.result(), "<u8") for answer in answers]))
+        hashes = np.concatenate(parts, axis=1)
+        differs = (hashes != hashes[0]).any(axis=0)
+        if differs.any():
+            raise self._diverged(slots[differs], hashes[:, differs])
+        return slots.size
+
+    def _diverged(self, slots: Slots, hashes: npt.NDArray[np.uint64]) -> RankFailure:
+        """Of the rows in these slots, int32 [n], the ranks' hashes [tp, n] differ."""
+        column, place = 0, f"a cached row in slot {slots[0]}"
+        for seq in self.log.extents():
+            prefix = self.log.prefix_slots(seq)
+            hits = np.flatnonzero(np.isin(prefix, slots))
+            if hits.size:
+                column = int(np.flatnonzero(slots == prefix[hits[0]])[0])
+                place = f"sequence {seq} at position {hits[0]}"
+                break
+        rank, others, known = outlier(hashes[:, column].tolist())
+        doubt = "" if known else ", and no majority says which of them is right"
+        cause = f"its rows differ from those of rank {', '.join(map(str, others))}: {place}{doubt}"
+        return self.group.fail(rank, self.steps, cause)
 
     def _pace(self, seconds: float, moving: float) -> None:
         """After a step of so many seconds, `moving` of them for the wave that it carried."""
@@ -132,4 +174,7 @@ class Coordinator:
                 cause = f"its tables diverged: digest {reply.digest}, the coordinator's is {expected}"
                 raise self.group.fail(rank, self.steps, cause)
         self._log.acknowledge()
+        if len({answer.reply.moved for answer in answers}) > 1:
+            moves = [entry.pairs(self._num_slots)[1] for entry in entries if isinstance(entry, Move)]
+            self._compare(np.unique(np.concatenate(moves)))
         return answers

@@ -29,9 +29,10 @@ from tpverify.runtime.messages import (
     Frame,
     HiddenDigest,
     HiddenStates,
+    RowHashes,
     Work,
 )
-from tpverify.runtime.moves import move_kept
+from tpverify.runtime.moves import Kept
 from tpverify.tree import DraftTree, accept_walk, sample_token, softmax, uniform
 
 
@@ -62,15 +63,16 @@ class DecoderWorker:
         self.pool = torch.zeros(config.num_hidden_layers, shape.num_slots, geometry.row_dim)
         self.hidden = torch.zeros(shape.num_slots, config.hidden_size)
         self.drafter = None
+        self.kept = Kept(self.pool, self.hidden)
         if shape.drafter:
             drafter = Drafter.load(shape.checkpoint, self.decoder.embed)
             self.drafter = CpuDrafter(drafter, config.max_position_embeddings)
             self.features = torch.zeros(shape.num_slots, self.drafter.feature_dim)
             self.context = torch.zeros(shape.num_slots, self.drafter.context_dim)
+            self.kept = Kept(self.pool, self.hidden, self.features, own=(self.context,))  # rank 0's, which drafts
 
-    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> None:
-        drafting = (self.features, self.context) if self.drafter is not None else ()
-        move_kept(replica, src, dst, self.pool, self.hidden, *drafting)
+    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
+        return self.kept.move(src, dst, replica)
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
@@ -80,8 +82,8 @@ class DecoderWorker:
         if isinstance(work, HiddenStates):
             rows = self.hidden[_long(replica.prefix_slots(work.seq)[: work.count])]
             return None, [frame_of(rows)] if self.comm.rank == 0 else []
-        if isinstance(work, ContentDigest):
-            return digest_of(self.pool[:, _long(replica.prefix_slots(work.seq))]), []
+        if isinstance(work, ContentDigest | RowHashes):
+            return self.kept.answer(work, replica), []
         raise TypeError(f"a decoder rank cannot do {type(work).__name__}")
 
     def _decode(self, work: Decode, replica: Replica) -> Decoded | None:

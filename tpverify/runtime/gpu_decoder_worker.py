@@ -37,9 +37,10 @@ from tpverify.runtime.messages import (
     Frame,
     HiddenDigest,
     HiddenStates,
+    RowHashes,
     Work,
 )
-from tpverify.runtime.moves import move_kept
+from tpverify.runtime.moves import Kept
 from tpverify.runtime.stages import StageClock
 
 DTYPE = torch.bfloat16
@@ -79,12 +80,14 @@ class GpuDecoderWorker:
         self.pool = latent_pool(config.num_hidden_layers, shape.num_slots, geometry.row_dim, DTYPE, self.device)
         self.hidden = zeros(shape.num_slots, config.hidden_size)
         self.drafter = None
+        self.kept = Kept(self.pool, self.hidden)
         layout = Layout(1, 1, 0, 0, config.hidden_size, 0, config.vocab_size)
         if shape.drafter:
             drafter = Drafter.load(shape.checkpoint, tensors["model.embed_tokens.weight"].float())
             longest = drafter.block_size
             self.drafter = GpuDrafter(drafter, self.device, DTYPE, config.max_position_embeddings, longest)
             self.context = zeros(shape.num_slots, drafter.context_dim, dtype=DTYPE)
+            self.kept = Kept(self.pool, self.hidden, self.context)
             ranked = min(config.vocab_size, MAX_NODES - 1)
             widths = config.hidden_size, drafter.feature_dim, config.vocab_size
             layout = Layout(drafter.window, longest, longest - 1, ranked, *widths)
@@ -103,9 +106,8 @@ class GpuDecoderWorker:
         self.accept = {sampled: build(partial(self._accept, sampled), buckets) for sampled in (False, True)}
         self.draft = build(self._draft, buckets) if self.drafter is not None else None
 
-    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> None:
-        drafting = (self.context,) if self.drafter is not None else ()
-        move_kept(replica, src, dst, self.pool, self.hidden, *drafting)
+    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
+        return self.kept.move(src, dst, replica)
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
@@ -115,8 +117,8 @@ class GpuDecoderWorker:
         if isinstance(work, HiddenStates):
             rows = self._rows(self.hidden, replica.prefix_slots(work.seq)[: work.count])
             return None, [frame_of(rows)] if self.comm.rank == 0 else []
-        if isinstance(work, ContentDigest):
-            return digest_of(self._rows(self.pool.transpose(0, 1), replica.prefix_slots(work.seq))), []
+        if isinstance(work, ContentDigest | RowHashes):
+            return self.kept.answer(work, replica), []
         raise TypeError(f"a decoder rank cannot do {type(work).__name__}")
 
     def _decode(self, work: Decode, replica: Replica) -> Decoded | None:

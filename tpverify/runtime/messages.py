@@ -124,16 +124,23 @@ class HiddenStates(_Work, frozen=True):
 
 
 class ContentDigest(_Work, frozen=True):
-    """Hash of a sequence's committed rows in position order. Result: 16 hex digits."""
+    """Hash of what ranks hold alike at a sequence's committed positions, in their order. Result: 16 hex digits."""
 
     seq: int
+
+
+class RowHashes(_Work, frozen=True):
+    """Hash of what ranks hold alike in each of n slots, given as runs (see extents.pack). Result: uint64 [n],
+    little-endian."""
+
+    slots: bytes
 
 
 class Ping(_Work, frozen=True):
     """Nothing but the log entries. The reply returns the frames as they came."""
 
 
-Work = Configure | Preflight | Write | Attend | Decode | HiddenDigest | HiddenStates | ContentDigest | Ping
+Work = Configure | Preflight | Write | Attend | Decode | HiddenDigest | HiddenStates | ContentDigest | RowHashes | Ping
 
 
 class Step(msgspec.Struct, array_like=True, frozen=True):
@@ -149,6 +156,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     """digest: the rank's tables after the entries ("" before the first Configure). error: None, or why the step failed.
 
     result: msgpack of whatever the work returns. seconds: where the rank's time went, by stage.
+    moved: digest of the rows that the entries moved, "" if none.
     A message that could not be decoded is answered with number -1.
     """
 
@@ -158,6 +166,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     error: str | None
     result: bytes
     seconds: dict[str, float]
+    moved: str = ""
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,30 +1,97 @@
-"""Rows that change slots on a rank: in the latent pool, and in everything else that is kept by slot."""
+"""What a rank keeps by slot: rows that change slots, and hashes that say whether all ranks hold the same."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tpverify.kv.digest import content_digest, position_hashes
+from tpverify.kv.extents import unpack
 from tpverify.kv.log import Replica
 from tpverify.ops.move import move_rows
+from tpverify.ops.move import row_hashes as row_hashes_on_cpu
+from tpverify.runtime.messages import ContentDigest, RowHashes
 
 COMPARED_AT_ONCE = 4096  # rows, so that a large wave needs little memory beside the pool
+HASHED_AT_ONCE = 256 << 10  # bytes of a table on a CPU, so that all passes but the first read its cache
 
 
-def move_kept(replica: Replica, src: np.ndarray, dst: np.ndarray, pool: Tensor, *tables: Tensor) -> None:
-    """Row src[i] goes to row dst[i], in all layers of pool [layers, slots, row] and in tables [slots, width].
+class Kept:
+    """Everything of a rank's worker that is indexed by slot.
 
-    src, dst int32 [n], as a Move of the log has them. RuntimeError, which fences the rank, if a row of the pool is not
-    afterwards what it was.
+    pool: latent rows [layers, slots, row]. tables: [slots, width], bit for bit the same on every rank at committed
+    positions, as the pool is. own: [slots, width], moved with the rest, but not every rank has them. Rows are multiples
+    of 8 bytes.
     """
-    move_rows(pool, src, dst)
-    sources, targets = (torch.from_numpy(slots.astype(np.int64)).to(pool.device) for slots in (src, dst))
-    for table in tables:
-        table.index_copy_(0, targets, table.index_select(0, sources))
-    for first in range(0, len(src), COMPARED_AT_ONCE):
-        part = slice(first, first + COMPARED_AT_ONCE)
-        old, new = (pool[:, slots[part]].flatten(2).view(torch.uint8) for slots in (sources, targets))
-        wrong = (old != new).any(2).any(0).nonzero()
-        if len(wrong):
-            slot = int(dst[first + int(wrong[0])])
-            readers = ", ".join(f"sequence {seq} at position {at}" for seq, at in replica.readers(slot))
-            raise RuntimeError(f"a moved row is not what it was: slot {slot}, read by {readers or 'the cache'}")
+
+    def __init__(self, pool: Tensor, *tables: Tensor, own: tuple[Tensor, ...] = ()) -> None:
+        self.pool, self.tables, self.own = pool, tables, own
+
+    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
+        """Row src[i] goes to row dst[i] everywhere. Returns a digest of the rows moved, in the order given.
+
+        src, dst int32 [n], as a Move of the log has them. Fences the replica if a row of the pool is not afterwards
+        what it was: Fenced, naming one by a sequence that reads it.
+        """
+        sources, targets = self._index(src), self._index(dst)
+        if self.pool.is_cuda:
+            hashes = move_rows(self.pool, src, dst, hashed=True)  # on the way
+            assert hashes is not None
+        else:
+            move_rows(self.pool, src, dst)
+            hashes = row_hashes(self.pool, targets)
+        for table in (*self.tables, *self.own):
+            table.index_copy_(0, targets, table.index_select(0, sources))
+        for first in range(0, len(src), COMPARED_AT_ONCE):
+            part = slice(first, first + COMPARED_AT_ONCE)
+            old, new = (self.pool[:, slots[part]].flatten(2).view(torch.uint8) for slots in (sources, targets))
+            wrong = (old != new).any(2).any(0).nonzero()
+            if len(wrong):
+                slot = int(dst[first + int(wrong[0])])
+                readers = ", ".join(f"sequence {seq} at position {at}" for seq, at in replica.readers(slot))
+                replica.fence(f"a moved row is not what it was: slot {slot}, read by {readers or 'the cache'}")
+        return content_digest(self._positions(hashes, targets))
+
+    def answer(self, work: ContentDigest | RowHashes, replica: Replica) -> str | bytes:
+        """The result of either, as messages.py has it."""
+        if isinstance(work, ContentDigest):
+            return content_digest(self.hashes(replica.prefix_slots(work.seq)))
+        (slots,) = unpack("slots", work.slots, 1, self.pool.shape[1])
+        return self.hashes(slots).astype("<u8").tobytes()
+
+    def hashes(self, slots: np.ndarray) -> np.ndarray:
+        """position_hashes, uint64 [n], of what every rank should hold alike in slots int [n]."""
+        index = self._index(slots)
+        return self._positions(row_hashes(self.pool, index), index)
+
+    def _positions(self, of_pool: Tensor, index: Tensor) -> np.ndarray:
+        found = [of_pool, *(row_hashes(table.unsqueeze(0), index) for table in self.tables)]
+        return position_hashes(torch.cat(found).cpu().numpy().view(np.uint64))
+
+    def _index(self, slots: np.ndarray) -> Tensor:
+        return torch.from_numpy(slots.astype(np.int64)).to(self.pool.device)
+
+
+def row_hashes(table: Tensor, slots: Tensor) -> Tensor:
+    """int64 [layers, n], holding the 64 bits: hashes of rows slots int64 [n] of table [layers, slots, width], on its
+    device, as csrc/tpverify.h defines them."""
+    row_bytes = table.shape[2] * table.itemsize
+    rows = HASHED_AT_ONCE // row_bytes if table.device.type == "cpu" else COMPARED_AT_ONCE
+    found = [torch.empty(len(table), 0, dtype=torch.int64, device=table.device)]
+    for part in slots.split(max(1, rows)):
+        found.append(torch.stack([_hashes(layer.index_select(0, part)) for layer in table]))
+    return torch.cat(found, dim=1)
+
+
+def _hashes(rows: Tensor) -> Tensor:
+    """int64 [n] of rows [n, width]."""
+    if rows.device.type == "cpu":
+        return torch.from_numpy(row_hashes_on_cpu(rows.view(torch.uint8).numpy()).view(np.int64))
+    z = rows.view(torch.int64)
+    z = z + torch.arange(1, z.shape[1] + 1, device=z.device) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9)  # torch shifts the sign in
+    z = (z ^ (z >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB)
+    return (z ^ (z >> 31 & 2**33 - 1)).sum(1)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64

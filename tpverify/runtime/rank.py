@@ -26,8 +26,9 @@ PREFLIGHT_S = 30.0  # for NCCL to connect and to gather
 class Worker(Protocol):
     """What a rank computes. Built as Worker(comm, device, options)."""
 
-    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> None:
-        """Copy rows src[i] of all that is kept by slot to dst[i], before anything else is read or written."""
+    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
+        """Copy rows src[i] of all that is kept by slot to dst[i], before anything else is read or written. Returns a
+        digest of them."""
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         """The result, which msgpack must be able to encode, and the frames of the reply."""
@@ -45,7 +46,7 @@ class RankServer:
         self._joined: dict[int, Any] = {}  # by number of ranks: NCCL's communicators serve every later Configure
 
     def answer(self, message: list[memoryview]) -> list[Frame]:
-        number, digest, error, result = -1, "", None, None
+        number, digest, moved, error, result = -1, "", "", None, None
         frames: list[Frame] = []
         seconds: dict[str, float] = {}
         start = time.perf_counter()
@@ -54,7 +55,7 @@ class RankServer:
             number = step.number
             digest = self._apply(step)
             seconds["log"] = time.perf_counter() - start
-            self._move()
+            moved = self._move()
             seconds["move"] = time.perf_counter() - start - seconds["log"]
             result, frames = self._handle(step.work, message[1:])
         except Exception as failure:  # the boundary of the process: the coordinator decides what an error means
@@ -62,7 +63,7 @@ class RankServer:
             if not isinstance(failure, msgspec.MsgspecError):
                 traceback.print_exc()
         seconds["total"] = time.perf_counter() - start
-        reply = Reply(number, self.rank, digest, error, msgspec.msgpack.encode(result), seconds)
+        reply = Reply(number, self.rank, digest, error, msgspec.msgpack.encode(result), seconds, moved)
         return [messages.encode(reply), *frames]
 
     def _apply(self, step: Step) -> str:
@@ -73,10 +74,10 @@ class RankServer:
         self.replica.apply(step.log_first, step.entries)
         return self.replica.digest()  # of all it holds: an entry that only this rank applied shows
 
-    def _move(self) -> None:
-        if self.worker is not None and self.replica is not None:
-            for src, dst in self.replica.take_moves():
-                self.worker.move(src, dst, self.replica)
+    def _move(self) -> str:
+        if self.worker is None or self.replica is None:
+            return ""
+        return " ".join(self.worker.move(src, dst, self.replica) for src, dst in self.replica.take_moves())
 
     def _handle(self, work: Work, frames: list[memoryview]) -> tuple[Any, list[Frame]]:
         if isinstance(work, Ping):

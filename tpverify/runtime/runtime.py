@@ -227,6 +227,12 @@ class VerifyRuntime:
         self._log.length(seq)
         return {answer.reply.rank: answer.result() for answer in self._coordinator.step(ContentDigest(seq))}
 
+    def check_content(self) -> int:
+        """Compare what the ranks hold at every committed position, of sequences and of what is kept for later ones: the
+        number of rows compared. Moved rows are compared with each move. RankFailure if a rank holds something else: it
+        names a sequence and the first position, and nothing runs after it."""
+        return self._coordinator.check_content()
+
     def stats(self) -> dict[str, Any]:
         """The log's counts, steps sent, rank 0's seconds by stage in the last verify, the device, why it is no GPU
         where device="auto" was asked for, and what gathers the results."""

@@ -18,11 +18,19 @@ from tpverify.ops.attention import ROW_DIM, TreeMask, VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import GpuComm
 from tpverify.runtime.device import latent_pool
-from tpverify.runtime.frames import digest_of
 from tpverify.runtime.gpu_step import StepRequest
 from tpverify.runtime.graphs import Bucket, Graphs
-from tpverify.runtime.messages import ContentDigest, Decode, Decoded, DecodedRequest, DecodeRequest, Frame, Work
-from tpverify.runtime.moves import move_kept
+from tpverify.runtime.messages import (
+    ContentDigest,
+    Decode,
+    Decoded,
+    DecodedRequest,
+    DecodeRequest,
+    Frame,
+    RowHashes,
+    Work,
+)
+from tpverify.runtime.moves import Kept
 from tpverify.runtime.stages import StageClock
 
 
@@ -56,6 +64,7 @@ class StackWorker:
         config = ModelConfig(**shape.config)
         self.pool = latent_pool(config.num_hidden_layers, shape.num_slots, ROW_DIM, torch.bfloat16, self.device)
         self.pool.normal_(generator=torch.Generator(self.device).manual_seed(shape.seed))
+        self.kept = Kept(self.pool)
         self.stack = AttentionStack(config, comm.rank, comm.size, self.device, torch.bfloat16, shape.seed, shape.parts)
         buckets = [Bucket(*bucket) for bucket in shape.buckets]
         most = max((bucket.nodes for bucket in buckets), default=0)
@@ -81,15 +90,14 @@ class StackWorker:
         self._layers = Graphs(self._run_layers, buckets)
         self._head = Graphs(self._run_head, buckets)
 
-    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> None:
-        move_kept(replica, src, dst, self.pool)
+    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
+        return self.kept.move(src, dst, replica)
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
             return self._decode(work.requests, replica), []
-        if isinstance(work, ContentDigest):
-            rows = torch.from_numpy(replica.prefix_slots(work.seq).astype(np.int64)).to(self.device)
-            return digest_of(self.pool[:, rows].cpu()), []
+        if isinstance(work, ContentDigest | RowHashes):
+            return self.kept.answer(work, replica), []
         raise TypeError(f"a rank of the stack cannot do {type(work).__name__}")
 
     def _plan(self, bucket: Bucket, num_slots: int) -> VerifyPlan:
