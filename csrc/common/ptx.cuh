@@ -98,6 +98,18 @@ __device__ __forceinline__ void load_global(uint32_t& value, const int32_t* poin
   asm volatile("ld.global.nc.b32 %0, [%1];" : "+r"(value) : "l"(pointer));  // + so that it is loaded where it stays
 }
 
+// Unchanged if not `there`. Relaxed, not weak: ptxas moves weak loads behind the first use of earlier ones, where they cost a
+// second round trip.
+__device__ __forceinline__ void load_global_if(bool there, float& value, const float* pointer) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %1, 0;\n @p ld.relaxed.gpu.global.f32 %0, [%2];\n}\n"
+               : "+f"(value) : "r"(static_cast<int>(there)), "l"(pointer) : "memory");
+}
+
+__device__ __forceinline__ void load_global_if(bool there, float4& value, const float4* pointer) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %4, 0;\n @p ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%5];\n}\n"
+               : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w) : "r"(static_cast<int>(there)), "l"(pointer) : "memory");
+}
+
 __device__ __forceinline__ void prefetch(const void* pointer) { asm volatile("prefetch.global.L1 [%0];" ::"l"(pointer)); }
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {

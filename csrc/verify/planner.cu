@@ -18,6 +18,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;  // each tries another number of blocks
 constexpr int kMaxBatch = 4096;
+constexpr uint64_t kHalf = 1 << 20;
 __constant__ int kEighthWaves[kWarps] = {1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 22, 8 * kMaxWaves};
 constexpr float kItemCost = 10.0f, kPartialCost = 0.02f;  // in tiles: of starting an item, of writing and merging a partial
 constexpr float kSplitCost = 0.03f;  // and of one more split of the longest request, whose rows are merged one split after another
@@ -49,7 +50,7 @@ struct Shared {
   Cut cut[kWarps];
   int items[kWarps], whole[kWarps], merges[kWarps];  // of each warp's requests
   int longest, total_rows, total_nodes;
-  float work;                // row tiles x tiles
+  unsigned long long work;   // row tiles x tiles
 };
 
 // Blocks needed when no split is longer than `length` tiles.
@@ -62,8 +63,9 @@ __device__ int blocks_at(const Shared& s, int batch, int length, int lane) {
 // The shortest length that needs no more than `budget` blocks, or the longest request.
 __device__ int shortest_length(const Shared& s, int batch, int budget, int lane) {
   // blocks(C) lies between work / C and work / C + total_rows.
-  int low = max(1, static_cast<int>(s.work / budget * 0.999f)), high = s.longest;
-  if (budget > s.total_rows) high = min(high, static_cast<int>(s.work / (budget - s.total_rows) * 1.001f) + 2);
+  const float work = s.work;
+  int low = max(1, static_cast<int>(work / budget * 0.999f)), high = s.longest;
+  if (budget > s.total_rows) high = min(high, static_cast<int>(work / (budget - s.total_rows) * 1.001f) + 2);
   low = min(low, high);
   while (low < high) {
     const int middle = (low + high) / 2;
@@ -98,7 +100,7 @@ __device__ Cut choose_cut(Shared& s, const PlanInput& in, int warp, int lane) {
   const int even = shortest_length(s, in.batch, max(1, in.blocks * kEighthWaves[warp] / 8), lane);
   float cost = even_cost(s, in, even, lane);
   Cut cut = {even, false};
-  const int whole = max(1, static_cast<int>(s.work / in.blocks)) + warp;
+  const int whole = max(1, static_cast<int>(static_cast<float>(s.work) / in.blocks)) + warp;
   if (in.batch <= kThreads && s.total_rows < in.blocks) {
     const float other = whole_cost(s, in, whole, lane);
     if (other < cost) cost = other, cut = {whole, true};
@@ -114,7 +116,7 @@ __device__ Cut choose_cut(Shared& s, const PlanInput& in, int warp, int lane) {
 __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PlanInput in) {
   __shared__ Shared s;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) s.longest = 1, s.total_rows = s.total_nodes = 0, s.work = 0.0f;
+  if (threadIdx.x == 0) s.longest = 1, s.total_rows = s.total_nodes = 0, s.work = 0;
   __syncthreads();
 
   Piece piece = {};
@@ -129,10 +131,13 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
       s.tiles[request] = tiles, s.rows[request] = rows;
     }
     const int longest = __reduce_max_sync(~0u, tiles), total_rows = __reduce_add_sync(~0u, rows);
-    const int total_nodes = __reduce_add_sync(~0u, nodes), work = __reduce_add_sync(~0u, tiles * rows);
+    const int total_nodes = __reduce_add_sync(~0u, nodes);
+    const uint64_t own = static_cast<uint64_t>(tiles) * rows;  // of a warp, in two sums that fit
+    const uint64_t low = __reduce_add_sync(~0u, static_cast<uint32_t>(own % kHalf));
+    const uint64_t work = __reduce_add_sync(~0u, static_cast<uint32_t>(own / kHalf)) * kHalf + low;
     if (lane == 0) {
       atomicMax(&s.longest, longest), atomicAdd(&s.total_rows, total_rows);
-      atomicAdd(&s.total_nodes, total_nodes), atomicAdd(&s.work, static_cast<float>(work));
+      atomicAdd(&s.total_nodes, total_nodes), atomicAdd(&s.work, work);
     }
   }
   __syncthreads();
@@ -182,7 +187,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
       const int own = i - (p.items_end - p.row_tiles * p.splits), split = own / p.row_tiles, row_tile = own % p.row_tiles;
       const int tokens = p.prefix + p.nodes, all_tiles = divide_up(tokens, 16);
       const auto tiles_before = [&](int split) {
-        return cut.whole ? min(split * cut.length, all_tiles) : all_tiles * split / p.splits;
+        return cut.whole ? min(split * cut.length, all_tiles) : split * (all_tiles / p.splits) + min(split, all_tiles % p.splits);
       };
       const int begin = tiles_before(split) * 16, end = min(tiles_before(split + 1) * 16, tokens);
       const int partial = items + i - own + row_tile * p.splits + split;
@@ -200,6 +205,8 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
     items += chunk_items, merges += chunk_merges;
     __syncthreads();
   }
+  // A block reads its first item before it knows how many there are.
+  for (int i = items + threadIdx.x; i < in.blocks; i += kThreads) in.items[i] = {};
   if (threadIdx.x == 0) *in.header = {items, merges, s.total_nodes, alone, divide_up(s.longest, cut.length)};
 }
 

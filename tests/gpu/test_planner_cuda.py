@@ -56,25 +56,30 @@ def tiles_of(prefix, nodes):
     return -(-(prefix + nodes) // 16)
 
 
-def plan(planner, lengths, blocks, heads=8, tile_rows=64, split_heads=8, split_tile_rows=64, fixed_length=0):
+def plan(
+    planner, lengths, blocks, heads=8, tile_rows=64, split_heads=8, split_tile_rows=64, fixed_length=0, apart=APART
+):
     """items [n, 5]: request, row tile, begin, end, partial. merges [m, 4]: request, row tile, first partial, count. And
     how many items have a block to themselves.
 
     Requests are told apart by where their slots, and their nodes, begin."""
     requests = np.arange(len(lengths))
-    table = np.stack([*np.array(lengths).T, requests * APART, requests])
+    table = np.stack([*np.array(lengths).T, requests * apart, requests])
     counts = torch.tensor(table, dtype=torch.int32, device="cuda").contiguous()
-    header, items, merges = (torch.zeros(size, dtype=torch.int32, device="cuda") for size in (5, ROOM * 8, ROOM * 8))
+    header, items, merges = (torch.full((size,), -7, dtype=torch.int32, device="cuda") for size in (5, ROOM * 8, ROOM * 8))
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (counts, header, items, merges)]
     sizes = (len(lengths), heads, tile_rows, split_heads, split_tile_rows, blocks, fixed_length)
     assert planner(pointers[0], *sizes, *pointers[1:]) == 0
     num_items, num_merges, num_nodes, alone, most_splits = header.tolist()
     assert num_nodes == sum(nodes for _, nodes in lengths) and num_items < ROOM
     assert 0 <= alone <= num_items and alone < blocks
+    written = max(num_items, blocks)  # a block reads its first item before it knows how many there are
+    assert not items.view(-1, 8)[num_items:written].any() and (items.view(-1, 8)[written:] == -7).all()
+    assert (merges.view(-1, 8)[num_merges:] == -7).all()
     items, merges = (x.view(-1, 8)[:n].cpu().numpy() for x, n in ((items, num_items), (merges, num_merges)))
     slots, tokens, committed, row_tile, nodes, node_begin, _, partial = items.T
     assert num_merges == 0 or merges[:, 1].max() == most_splits
-    request, begin = slots // APART, slots % APART
+    request, begin = slots // apart, slots % apart
     assert (node_begin == request).all() and (committed + begin == table[0][request]).all()
     assert (nodes == table[1][request]).all() and (merges[:, 3] == table[1][merges[:, 4]]).all()
     return np.stack([request, row_tile, begin, begin + tokens, partial], 1), merges[:, [4, 2, 0, 1]], alone
@@ -197,3 +202,20 @@ def test_one_wave_takes_all_blocks_where_its_splits_do_not_divide_them(planner, 
 def test_an_empty_step_has_no_work(planner):
     items, merges, _ = plan(planner, [(500, 0), (0, 0)], 188)
     assert len(items) == len(merges) == 0
+
+
+def test_a_long_request_in_fixed_splits(planner):
+    """7,813 splits of 500,004 tiles: their product is no int32."""
+    lengths = [(8_000_000, 64)]
+    items, merges, _ = plan(planner, lengths, 132, fixed_length=64, apart=1 << 30)
+    check_covers(lengths, items, merges, 8, 64)
+    assert -(-(items[:, 3] - items[:, 2]) // 16).max() <= 64
+
+
+def test_work_of_many_long_requests_is_counted_in_full(planner):
+    """1.1e9 tokens: tiles times row tiles is no int32, and the longest block is still near the mean."""
+    lengths = [(1_000_000_000, 1024), (100_000_000, 1024)]
+    items, merges, alone = plan(planner, lengths, 132, split_heads=128, heads=128, apart=1 << 30)
+    check_covers(lengths, items, merges, 128, 64)
+    longest, mean = longest_block(-(-(items[:, 3] - items[:, 2]) // 16), 132, alone)
+    assert longest <= 1.15 * mean
