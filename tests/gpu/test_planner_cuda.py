@@ -66,7 +66,9 @@ def plan(
     requests = np.arange(len(lengths))
     table = np.stack([*np.array(lengths).T, requests * apart, requests])
     counts = torch.tensor(table, dtype=torch.int32, device="cuda").contiguous()
-    header, items, merges = (torch.full((size,), -7, dtype=torch.int32, device="cuda") for size in (5, ROOM * 8, ROOM * 8))
+    header, items, merges = (
+        torch.full((size,), -7, dtype=torch.int32, device="cuda") for size in (5, ROOM * 8, ROOM * 8)
+    )
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (counts, header, items, merges)]
     sizes = (len(lengths), heads, tile_rows, split_heads, split_tile_rows, blocks, fixed_length)
     assert planner(pointers[0], *sizes, *pointers[1:]) == 0
