@@ -11,8 +11,8 @@ from tpverify.ops.move import move_rows
 from tpverify.ops.move import row_hashes as row_hashes_on_cpu
 from tpverify.runtime.messages import ContentDigest, RowHashes
 
-COMPARED_AT_ONCE = 4096  # rows, so that a large wave needs little memory beside the pool
-HASHED_AT_ONCE = 256 << 10  # bytes of a table on a CPU, so that all passes but the first read its cache
+ROWS_AT_ONCE = 4096  # on a GPU, so that a large wave needs little memory beside the pool
+BYTES_AT_ONCE = 256 << 10  # of a layer on a CPU, so that all passes but the first read its cache
 
 
 class Kept:
@@ -41,12 +41,11 @@ class Kept:
             hashes = row_hashes(self.pool, targets)
         for table in (*self.tables, *self.own):
             table.index_copy_(0, targets, table.index_select(0, sources))
-        for first in range(0, len(src), COMPARED_AT_ONCE):
-            part = slice(first, first + COMPARED_AT_ONCE)
-            old, new = (self.pool[:, slots[part]].flatten(2).view(torch.uint8) for slots in (sources, targets))
+        for parts in zip(*(slots.split(_at_once(self.pool)) for slots in (sources, targets)), strict=True):
+            old, new = (self.pool[:, part].view(torch.int64) for part in parts)
             wrong = (old != new).any(2).any(0).nonzero()
             if len(wrong):
-                slot = int(dst[first + int(wrong[0])])
+                slot = int(parts[1][wrong[0]])
                 readers = ", ".join(f"sequence {seq} at position {at}" for seq, at in replica.readers(slot))
                 replica.fence(f"a moved row is not what it was: slot {slot}, read by {readers or 'the cache'}")
         return content_digest(self._positions(hashes, targets))
@@ -74,12 +73,17 @@ class Kept:
 def row_hashes(table: Tensor, slots: Tensor) -> Tensor:
     """int64 [layers, n], holding the 64 bits: hashes of rows slots int64 [n] of table [layers, slots, width], on its
     device, as csrc/tpverify.h defines them."""
-    row_bytes = table.shape[2] * table.itemsize
-    rows = HASHED_AT_ONCE // row_bytes if table.device.type == "cpu" else COMPARED_AT_ONCE
     found = [torch.empty(len(table), 0, dtype=torch.int64, device=table.device)]
-    for part in slots.split(max(1, rows)):
+    for part in slots.split(_at_once(table)):
         found.append(torch.stack([_hashes(layer.index_select(0, part)) for layer in table]))
     return torch.cat(found, dim=1)
+
+
+def _at_once(table: Tensor) -> int:
+    """How many rows of a table [layers, slots, width] to work on together."""
+    if table.device.type != "cpu":
+        return ROWS_AT_ONCE
+    return max(1, BYTES_AT_ONCE // (table.shape[2] * table.itemsize))
 
 
 def _hashes(rows: Tensor) -> Tensor:
