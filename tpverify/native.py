@@ -1,4 +1,4 @@
-"""Finds and loads the native libraries, and mirrors the host library's structs of csrc/tpverify.h.
+"""Finds and loads the native libraries, and mirrors the host library's structs (tpverify.h, host/replay.h).
 
 The host library is optional: without it the Python twins of the tree functions run, with the same results, and the
 products of torch in place of the CPU's layers. Two environment variables, read at the first use:
@@ -93,6 +93,21 @@ class SiluMulParams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class PlaceParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("rows", _i64), ("columns", _i32), ("scale", _f32), ("places", _i64),
+        ("x_stride_row", _i64), ("y_stride_row", _i64), ("x", _ptr), ("at", _ptr), ("y", _ptr),
+    ]  # fmt: skip
+
+
+class Call(ctypes.Structure):
+    _fields_ = [("function", _ptr), ("params", _ptr)]
+
+
+class ReplayParams(ctypes.Structure):
+    _fields_ = [("struct_size", _u64), ("count", _i64), ("calls", _ptr)]
+
+
 FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tpv_build_ddtree": DdtreeParams,
     "tpv_accept_greedy": AcceptGreedyParams,
@@ -102,6 +117,8 @@ FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tpv_rms_norm": RmsNormParams,
     "tpv_rope": RopeParams,
     "tpv_silu_mul": SiluMulParams,
+    "tpv_place": PlaceParams,
+    "tpv_replay": ReplayParams,
 }
 
 

@@ -3,6 +3,7 @@
 #include "dense.h"
 #include "error.h"
 #include "isa.h"
+#include "replay.h"
 
 namespace {
 
@@ -63,6 +64,30 @@ tpv_status check(const tpv_silu_mul_params& p) { return tpv::check_at_least({{"r
 
 tpv_status check_arrays(const tpv_silu_mul_params& p) { return tpv::check_pointers({{"x", p.x}, {"y", p.y}}); }
 
+tpv_status check(const tpv_place_params& p) {
+    return tpv::check_at_least({{"rows", p.rows, 0},
+                                {"columns", p.columns, 1},
+                                {"places", p.places, p.at == nullptr ? p.rows : 1},
+                                {"x_stride_row", p.x_stride_row, 0},
+                                {"y_stride_row", p.y_stride_row, p.columns}});
+}
+
+tpv_status check_arrays(const tpv_place_params& p) {
+    for (int64_t row = 0; p.at != nullptr && row < p.rows; ++row)
+        if (p.at[row] < 0 || p.at[row] >= p.places)
+            return tpv::fail(TPV_INVALID_ARGUMENT, "at: expected places below %lld, got %lld", static_cast<long long>(p.places),
+                             static_cast<long long>(p.at[row]));
+    return tpv::check_pointers({{"x", p.x}, {"y", p.y}});
+}
+
+void place(const tpv_place_params& p) {
+    for (int64_t row = 0; row < p.rows; ++row) {
+        const float* x = p.x + row * p.x_stride_row;
+        float* y = p.y + (p.at != nullptr ? p.at[row] : row) * p.y_stride_row;
+        for (int32_t c = 0; c < p.columns; ++c) y[c] = x[c] * p.scale;
+    }
+}
+
 }  // namespace
 
 extern "C" tpv_status tpv_linear(const tpv_linear_params* params) {
@@ -79,4 +104,13 @@ extern "C" tpv_status tpv_rope(const tpv_rope_params* params) {
 
 extern "C" tpv_status tpv_silu_mul(const tpv_silu_mul_params* params) {
     return call(params, check, check_arrays, TPV_BEST(silu_mul));
+}
+
+extern "C" tpv_status tpv_place(const tpv_place_params* params) { return call(params, check, check_arrays, place); }
+
+extern "C" tpv_status tpv_replay(const tpv_replay_params* params) {
+    if (tpv_status status = tpv::check_struct(params); status != TPV_OK) return status;
+    for (int64_t i = 0; i < params->count; ++i)
+        if (tpv_status status = params->calls[i].function(params->calls[i].params); status != TPV_OK) return status;
+    return TPV_OK;
 }

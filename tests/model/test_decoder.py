@@ -2,7 +2,7 @@
 it."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -67,13 +67,13 @@ class Member:
     meeting: Meeting
     rank: int
 
-    def allgather(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    def prepare_allgather(self, x: torch.Tensor, rows: Sequence[int], out: torch.Tensor) -> Callable[[], None]:
         assert len(x) == rows[self.rank]
-        return torch.cat(self._all(x))
+        return lambda: torch.cat(self._all(x), out=out)
 
-    def alltoall(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    def prepare_alltoall(self, x: torch.Tensor, rows: Sequence[int], out: torch.Tensor) -> Callable[[], None]:
         assert len(x) == sum(rows)
-        return torch.stack(self._all(x), dim=1).split(list(rows))[self.rank]
+        return lambda: out.copy_(torch.stack(self._all(x), dim=1).split(list(rows))[self.rank])
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         self.meeting.parts[self.rank] = x

@@ -190,6 +190,53 @@ def test_other_types_go_to_torch(host_library, monkeypatch):
     assert torch.equal(dense.rms_norm(x, WEIGHT[0].double(), 0.0).square().isfinite(), torch.ones(5, 37, dtype=bool))
 
 
+@pytest.mark.parametrize("m", [0, 1, 5])
+def test_rows_go_to_their_places(m, way):
+    x, at, out = strided(normal(m, 37)), torch.tensor([7, 2, 0, 9, 4])[:m], torch.full((10, 50), torch.nan)
+    dense.place(x, out[:, 4:41], at, scale=0.3)
+    others = [i for i in range(10) if i not in at.tolist()]
+    assert torch.equal(out[at, 4:41], x * 0.3) and out[others].isnan().all() and out[:, :4].isnan().all()
+    assert torch.equal(dense.place(x, torch.empty(m, 37)), x)
+
+
+def test_a_place_beyond_the_rows_is_refused(host_library, monkeypatch):
+    monkeypatch.setattr(native, "host", lambda: host_library)
+    for at in (-1, 9):
+        with pytest.raises(ArgumentError, match=f"^at: expected places below 9, got {at}"):
+            dense.place(normal(1, 4), torch.zeros(9, 4), torch.tensor([at]))
+
+
+def test_a_recording_does_again_what_was_done_in_its_order(host_library, monkeypatch):
+    monkeypatch.setattr(native, "host", lambda: host_library)
+    x, y, seen = normal(5, 37), torch.empty(5, 37), []
+    layer = dense.Linear(WEIGHT[:37])
+
+    def body():
+        between = layer(dense.rms_norm(x, WEIGHT[0], 1e-3))
+        dense.perform(lambda: seen.append(between.clone()))
+        dense.place(layer(between), y)
+
+    recording = dense.Recording(body)
+    for seed in (0, 5, 6):
+        x.copy_(normal(5, 37, seed=seed))
+        recording.replay()
+        expected = layer(rms_norm(x))
+        assert torch.equal(seen[-1], expected) and torch.equal(y, layer(expected))
+    assert len(seen) == 4 and torch.equal(seen[0], seen[1])
+
+
+def test_what_is_not_recorded_is_not_replayed(host_library, monkeypatch):
+    monkeypatch.setattr(native, "host", lambda: host_library)
+    x, y = normal(5, 37), torch.empty(5, 37)
+    with pytest.raises(ZeroDivisionError):
+        dense.Recording(lambda: 1 / 0)
+    recording = dense.Recording(lambda: dense.perform(lambda: None))
+    dense.place(x, y)
+    y.zero_()
+    recording.replay()
+    assert not y.any()
+
+
 GOOD = {
     "tpv_linear": {
         "rows": 2, "inputs": 3, "outputs": 4, "heads": 2, "x_stride_row": 6, "x_stride_head": 3, "y_stride_row": 8,
@@ -201,6 +248,7 @@ GOOD = {
         "x": 1, "cos": 1, "sin": 1, "y": 1,
     },
     "tpv_silu_mul": {"rows": 2, "columns": 4, "x": 1, "y": 1},
+    "tpv_place": {"rows": 2, "columns": 4, "places": 9, "x_stride_row": 4, "y_stride_row": 4, "x": 1, "y": 1},
 }  # fmt: skip
 POINTERS = {"x", "weight", "y", "cos", "sin"}
 

@@ -42,16 +42,24 @@ class Decoder:
     def __call__(self, tokens: Tensor, positions: Tensor, attend: LayerAttend, layers: Sequence[int]) -> Tensor:
         """tokens, positions int64 [n] -> [n, (len(layers) + 1) hidden]: the residual stream after each of `layers`,
         counted from 1, and then the normed hidden states that the head reads."""
-        n = tokens.shape[0]
+        own = self.group.own(tokens.shape[0])
+        return self.forward(F.embedding(tokens[own], self.embed), self.rope.angles(positions), attend, layers)
+
+    def forward(self, x: Tensor, angles: Angles, attend: LayerAttend, layers: Sequence[int]) -> Tensor:
+        """The same from the embeddings of own rows [own, hidden] and the angles of all n. Can be recorded
+        (dense.Recording) if `attend` can."""
+        n, hidden = angles[0].shape[0], self.config.hidden_size
         own = self.group.own(n)
-        x = F.embedding(tokens[own], self.embed)
-        own_angles, angles = self.rope.angles(positions[own]), self.rope.angles(positions)
-        streams = []
+        own_angles = angles[0][own], angles[1][own]
+        states = x.new_empty(x.shape[0], (len(layers) + 1) * hidden)
+        columns = states.split_with_sizes([hidden] * (len(layers) + 1), dim=1)
         for index, layer in enumerate(self.layers):
             x = layer(x, own_angles, angles, functools.partial(attend, index), self.group)
-            streams.append(x)
-        wanted = [streams[layer - 1] for layer in layers] + [dense.rms_norm(x, self.norm, self.config.rms_norm_eps)]
-        return self.group.all_rows(torch.cat(wanted, dim=1), n)
+            for column, wanted in zip(columns[:-1], layers, strict=True):
+                if wanted == index + 1:
+                    dense.place(x, column)
+        dense.rms_norm(x, self.norm, self.config.rms_norm_eps, columns[-1])
+        return self.group.all_rows(states, n)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [n, hidden] -> logits [n, vocab]."""

@@ -3,20 +3,23 @@
 A row's bits do not depend on the rows beside it, nor a head's on the heads beside it, so sharing changes no bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from tpverify.ops import dense
+
 
 class Collectives(Protocol):
-    """What the ranks of a group call together, each with the same `rows`: how many every rank has."""
+    """What the ranks of a group call together, each with the same `rows`: how many every rank has. Prepared once for
+    contiguous tensors, then done by each call of what comes back."""
 
-    def allgather(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        """Own rows [rows[rank], ...] -> all rows [sum(rows), ...]."""
+    def prepare_allgather(self, x: Tensor, rows: Sequence[int], out: Tensor) -> Callable[[], None]:
+        """Own rows [rows[rank], ...] -> all rows, out [sum(rows), ...]."""
 
-    def alltoall(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        """Own part of all rows [sum(rows), ...] -> every rank's part of own rows [rows[rank], size, ...]."""
+    def prepare_alltoall(self, x: Tensor, rows: Sequence[int], out: Tensor) -> Callable[[], None]:
+        """Own part of all rows [sum(rows), ...] -> every rank's part of own rows, out [rows[rank], size, ...]."""
 
 
 class TensorParallel:
@@ -32,11 +35,20 @@ class TensorParallel:
 
     def all_rows(self, x: Tensor, n: int) -> Tensor:
         """Own rows [own, ...] -> all rows [n, ...]."""
-        return x if self._comm is None else self._comm.allgather(x, self._rows(n))
+        if self._comm is None:
+            return x
+        out = x.new_empty(n, *x.shape[1:])
+        dense.perform(self._comm.prepare_allgather(x, self._rows(n), out))
+        return out
 
     def own_rows(self, x: Tensor) -> Tensor:
         """All rows of own heads [n, local heads, v] -> own rows of all heads [own, heads, v]."""
-        return x if self._comm is None else self._comm.alltoall(x, self._rows(x.shape[0])).flatten(1, 2)
+        if self._comm is None:
+            return x
+        rows = self._rows(x.shape[0])
+        out = x.new_empty(rows[self.rank], self.size, *x.shape[1:])
+        dense.perform(self._comm.prepare_alltoall(x, rows, out))
+        return out.flatten(1, 2)
 
     def _rows(self, n: int) -> list[int]:
         return [n * (rank + 1) // self.size - n * rank // self.size for rank in range(self.size)]

@@ -6,6 +6,8 @@ differ in their last bits, so all ranks of a group take the same one.
 """
 
 import ctypes
+import threading
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -44,11 +46,11 @@ class Linear:
         x = _dense_rows(x)
         x_head, y_head = (x.stride(1), out.stride(1)) if self._heads else (0, 0)
         if add is not None and (add.stride() != out.stride() or add.shape != out.shape or add.dtype != out.dtype):
+            assert _recorder.of_thread is None
             add = out.copy_(add)
-        add_at = None if add is None else add.data_ptr()
         _call(
             "tpv_linear", x.shape[0], self._inputs, self._outputs, self._heads.numel(), 0, x.stride(0), x_head,
-            out.stride(0), y_head, x.data_ptr(), self._weight.data_ptr(), add_at, out.data_ptr(),
+            out.stride(0), y_head, x, self._weight, add, out,
         )  # fmt: skip
         return out
 
@@ -68,8 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
         return out.copy_((weight * (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)))[: len(x)])
     assert weight.shape == x.shape[1:] and weight.dtype == x.dtype
     x, weight = _dense_rows(x), weight.contiguous()
-    pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-    _call("tpv_rms_norm", *x.shape, eps, x.stride(0), out.stride(0), *pointers)
+    _call("tpv_rms_norm", *x.shape, eps, x.stride(0), out.stride(0), x, weight, out)
     return out
 
 
@@ -84,8 +85,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | N
         return out.copy_(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)[: len(x)])
     assert cos.shape == sin.shape == (len(x), x.shape[2] // 2) and cos.dtype == sin.dtype == x.dtype
     x, cos, sin = _dense_rows(x), cos.contiguous(), sin.contiguous()
-    pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
-    _call("tpv_rope", *x.shape, interleaved, 0, *x.stride()[:2], *out.stride()[:2], *pointers)
+    _call("tpv_rope", *x.shape, interleaved, 0, *x.stride()[:2], *out.stride()[:2], x, cos, sin, out)
     return out
 
 
@@ -98,16 +98,94 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, columns)
-    _call("tpv_silu_mul", rows, columns, 0, gate_up.data_ptr(), out.data_ptr())
+    _call("tpv_silu_mul", rows, columns, 0, gate_up, out)
     return out
 
 
+def place(x: Tensor, out: Tensor, at: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """out[at] = x [M, N] * scale, at int64 [M] distinct rows of `out`; without it out = x * scale."""
+    if not runs_natively(x.dtype):
+        out[slice(None) if at is None else at] = x * scale
+        return out
+    assert x.dtype == out.dtype and x.shape[1] == out.shape[1] and out.stride(1) == 1
+    x = _dense_rows(x)
+    _call("tpv_place", *x.shape, scale, len(out), x.stride(0), out.stride(0), x, at, out)
+    return out
+
+
+class Recording:
+    """What `body` did by calls of the host library and by `perform`, to be done again on the same memory, as a CUDA
+    graph does: calls that lie between two others of `perform` become one. Nothing else may compute in `body`, which
+    runs once."""
+
+    def __init__(self, body: Callable[[], object]) -> None:
+        self._calls: list[tuple[str, ctypes.Structure]] = []
+        self._actions: list[Callable[[], None]] = []
+        self._memory: list[object] = []  # what the calls point to
+        assert _recorder.of_thread is None
+        _recorder.of_thread = self
+        try:
+            body()
+        finally:
+            _recorder.of_thread = None
+        self._join_calls()
+
+    def add_call(self, function: str, params: ctypes.Structure, memory: object) -> None:
+        self._calls.append((function, params))
+        self._memory.append((params, memory))
+
+    def add_action(self, action: Callable[[], None]) -> None:
+        self._join_calls()
+        self._actions.append(action)
+
+    def _join_calls(self) -> None:
+        library = native.host()
+        if not self._calls or library is None:
+            return
+        calls = (native.Call * len(self._calls))()
+        for call, (function, params) in zip(calls, self._calls, strict=True):
+            call.function = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
+            call.params = ctypes.addressof(params)
+        replay = native.ReplayParams(ctypes.sizeof(native.ReplayParams), len(calls), ctypes.addressof(calls))
+        self._memory.append(calls)
+        self._actions.append(lambda: native.check(library, library.tpv_replay(replay)))
+        self._calls = []
+
+    def replay(self) -> None:
+        for action in self._actions:
+            action()
+
+
+class _Recorder(threading.local):
+    of_thread: Recording | None = None
+
+
+_recorder = _Recorder()
+
+
+def perform(action: Callable[[], None]) -> None:
+    """Call it, now and in each replay of what is being recorded."""
+    action()
+    if _recorder.of_thread is not None:
+        _recorder.of_thread.add_action(action)
+
+
+def call(function: str, params: ctypes.Structure, memory: object) -> None:
+    """A function of the host library, on memory that a recording is to keep."""
+    library = native.host()
+    assert library is not None
+    native.check(library, getattr(library, function)(params))
+    if _recorder.of_thread is not None:
+        _recorder.of_thread.add_call(function, params, memory)
+
+
 def _dense_rows(x: Tensor) -> Tensor:
+    assert x.stride(-1) == 1 or _recorder.of_thread is None
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _call(function: str, *fields: int | float | None) -> None:
+def _call(function: str, *fields: int | float | Tensor | None) -> None:
     """The function on a struct of these fields after struct_size."""
-    library, params = native.host(), native.FUNCTIONS[function]
-    assert library is not None
-    native.check(library, getattr(library, function)(params(ctypes.sizeof(params), *fields)))
+    params = native.FUNCTIONS[function]
+    values = [field.data_ptr() if isinstance(field, Tensor) else field for field in fields]
+    call(function, params(ctypes.sizeof(params), *values), fields)

@@ -4,7 +4,7 @@ import itertools
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -67,42 +67,62 @@ class SocketComm:
 
     def allgather(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         """Every rank's x [rows[rank], ...], one after another: [sum(rows), ...]."""
-        assert len(rows) == self.size and x.shape[0] == rows[self.rank]
-        if self.size == 1:
-            return x
         out = x.new_empty(sum(rows), *x.shape[1:])
-        frame = frame_of(out)
-        if self.rank != 0:
-            if len(x):  # rank 0 waits for nothing else, and may be through, and gone, before a rank without rows
-                self._peers[0].sendall(frame_of(x))
-            _receive(self._peers[0], frame)
-            return out
-        out[: len(x)] = x
-        for peer, part in zip(self._peers, _split(frame, rows)[1:], strict=True):
-            _receive(peer, part)
-        for peer in self._peers:
-            peer.sendall(frame)
+        self.prepare_allgather(x.contiguous(), rows, out)()
         return out
+
+    def prepare_allgather(self, x: Tensor, rows: Sequence[int], out: Tensor) -> Callable[[], None]:
+        """allgather of what is in x, contiguous, whenever the result is called; into `out`, contiguous."""
+        assert len(rows) == self.size and x.shape[0] == rows[self.rank] and x.is_contiguous() and out.is_contiguous()
+        own, frame = frame_of(x), frame_of(out)
+        first, *others = _split(frame, rows)
+
+        def at_first() -> None:
+            first[:] = own
+            for peer, part in zip(self._peers, others, strict=True):
+                _receive(peer, part)
+            for peer in self._peers:
+                peer.sendall(frame)
+
+        def at_others() -> None:
+            if own:  # rank 0 waits for nothing else, and may be through, and gone, before a rank without rows
+                self._peers[0].sendall(own)
+            _receive(self._peers[0], frame)
+
+        return at_first if self.rank == 0 else at_others
 
     def alltoall(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         """Of every rank's x [sum(rows), ...] this rank's rows, side by side: [rows[rank], size, ...]."""
-        assert len(rows) == self.size and x.shape[0] == sum(rows)
-        if self.size == 1:
-            return x.unsqueeze(1)
+        out = x.new_empty(rows[self.rank], self.size, *x.shape[1:])
+        self.prepare_alltoall(x.contiguous(), rows, out)()
+        return out
+
+    def prepare_alltoall(self, x: Tensor, rows: Sequence[int], out: Tensor) -> Callable[[], None]:
+        """alltoall of what is in x, as prepare_allgather."""
+        assert len(rows) == self.size and x.shape[0] == sum(rows) and x.is_contiguous() and out.is_contiguous()
+        own, frame = frame_of(x), frame_of(out)
         if self.rank != 0:
-            self._peers[0].sendall(frame_of(x))
-            out = x.new_empty(rows[self.rank], self.size, *x.shape[1:])
-            _receive(self._peers[0], frame_of(out))
-            return out
-        parts = x.new_empty(self.size, *x.shape)
-        parts[0] = x
-        for peer, part in zip(self._peers, _split(frame_of(parts), [1] * self.size)[1:], strict=True):
-            _receive(peer, part)
-        by_row = parts.transpose(0, 1).contiguous()
-        for peer, part in zip(self._peers, _split(frame_of(by_row), rows)[1:], strict=True):
-            if len(part):
-                peer.sendall(part)
-        return by_row[: rows[0]]
+
+            def at_others() -> None:
+                self._peers[0].sendall(own)
+                _receive(self._peers[0], frame)
+
+            return at_others
+        parts, by_row = x.new_empty(self.size, *x.shape), x.new_empty(x.shape[0], self.size, *x.shape[1:])
+        first, *others = _split(frame_of(parts), [1] * self.size)
+        kept, *answers = _split(frame_of(by_row), rows)
+
+        def at_first() -> None:
+            first[:] = own
+            for peer, part in zip(self._peers, others, strict=True):
+                _receive(peer, part)
+            by_row.copy_(parts.transpose(0, 1))
+            for peer, part in zip(self._peers, answers, strict=True):
+                if part:
+                    peer.sendall(part)
+            frame[:] = kept
+
+        return at_first
 
     def wait(self) -> None:
         pass

@@ -12,10 +12,12 @@ from tpverify.config import MAX_NODES, MlaGeometry
 from tpverify.kv.log import Replica
 from tpverify.model.checkpoint import load_checkpoint
 from tpverify.model.cpu_drafter import CpuDrafter
+from tpverify.model.cpu_step import CpuSteps
 from tpverify.model.decoder import Decoder
 from tpverify.model.drafter import Drafter
 from tpverify.model.gpu_accept import rank_tokens
 from tpverify.model.parallel import TensorParallel
+from tpverify.ops import host
 from tpverify.ops.attention import VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import SocketComm
@@ -70,6 +72,11 @@ class DecoderWorker:
             self.features = torch.zeros(shape.num_slots, self.drafter.feature_dim)
             self.context = torch.zeros(shape.num_slots, self.drafter.context_dim)
             self.kept = Kept(self.pool, self.hidden, self.features, own=(self.context,))  # rank 0's, which drafts
+        self.layers = () if self.drafter is None else self.drafter.feature_layers
+        self.steps = None
+        if host.takes(self.pool[0], config.kv_lora_rank):
+            features = None if self.drafter is None else self.features
+            self.steps = CpuSteps(self.decoder, self.pool, self.hidden, features, self.layers)
 
     def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
         return self.kept.move(src, dst, replica)
@@ -108,6 +115,9 @@ class DecoderWorker:
 
     def _forward(self, trees: list[DraftTree], prefixes: list[Tensor], slots: list[Tensor]) -> None:
         """All layers over all nodes; leaves latent rows, features and final hidden states at the nodes' slots."""
+        if self.steps is not None:
+            self.steps(trees, prefixes, slots)
+            return
         self.plan.update([VerifyRequest(p, s, tree) for p, s, tree in zip(prefixes, slots, trees, strict=True)])
         tokens = torch.from_numpy(np.concatenate([tree.tokens for tree in trees]))
         positions = torch.from_numpy(
@@ -122,8 +132,7 @@ class DecoderWorker:
             self.plan.run(q, self.pool[layer], out, lse, self.config.softmax_scale)
             return out
 
-        layers = self.drafter.feature_layers if self.drafter is not None else ()
-        states = self.decoder(tokens, positions, attend, layers)
+        states = self.decoder(tokens, positions, attend, self.layers)
         self.hidden[rows] = states[:, -self.config.hidden_size :]
         if self.drafter is not None:
             self.features[rows] = states[:, : -self.config.hidden_size]
