@@ -39,23 +39,19 @@ class StagingRing:
     ) -> None:
         self._allocate = allocate
         self._copied = [make_event() for _ in range(RING_BUFFERS)]
-        empty = torch.empty(0, dtype=torch.int32)
-        # With numpy's view of each, made once: cutting a tensor takes tens of microseconds in code that has gone cold.
-        self._buffers = [(empty, empty.numpy())] * RING_BUFFERS
+        self._buffers = [torch.empty(0, dtype=torch.int32)] * RING_BUFFERS
         self._at = 0
 
     def take(self, count: int) -> np.ndarray:
         """int32 [count] to fill, then to `send`. Waits only while the copy from this buffer is under way."""
         self._copied[self._at].synchronize()
-        _, array = self._buffers[self._at]
-        if len(array) < count:
-            buffer = self._allocate(max(SMALLEST, 1 << (count - 1).bit_length()))
-            self._buffers[self._at] = buffer, (array := buffer.numpy())
-        return array[:count]
+        if len(self._buffers[self._at]) < count:
+            self._buffers[self._at] = self._allocate(max(SMALLEST, 1 << (count - 1).bit_length()))
+        return self._buffers[self._at][:count].numpy()
 
     def send(self, target: Tensor) -> None:
         """Enqueue the copy of what was taken last into target, int32 of as many elements, on the current stream."""
-        target.copy_(self._buffers[self._at][0][: len(target)], non_blocking=True)
+        target.copy_(self._buffers[self._at][: len(target)], non_blocking=True)
         self._copied[self._at].record()
         self._at = (self._at + 1) % RING_BUFFERS
 
