@@ -13,7 +13,7 @@ from tpverify.config import MAX_NODES, MlaGeometry
 from tpverify.kv.log import Replica
 from tpverify.model.checkpoint import load_checkpoint
 from tpverify.model.cpu_drafter import CpuDrafter
-from tpverify.model.cpu_step import CpuSteps
+from tpverify.model.cpu_step import CpuSteps, Target
 from tpverify.model.decoder import Decoder
 from tpverify.model.drafter import Drafter
 from tpverify.model.gpu_accept import rank_tokens
@@ -78,7 +78,7 @@ class DecoderWorker:
         self.steps = None
         if host.takes(self.pool[0], config.kv_lora_rank):
             features = None if self.drafter is None else self.features
-            self.steps = CpuSteps(self.decoder, self.pool, self.hidden, features, self.layers)
+            self.steps = CpuSteps(Target(self.decoder, self.pool, self.hidden, features, self.layers))
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
