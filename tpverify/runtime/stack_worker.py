@@ -52,7 +52,7 @@ class StackWorker:
     among the parts) and "accept" (the walk, on the host).
     """
 
-    def __init__(self, comm: GpuComm, device: str, options: dict[str, Any]) -> None:
+    def __init__(self, comm: GpuComm, device: str, options: dict[str, Any], kept: Kept | None = None) -> None:
         shape = msgspec.convert(options, StackOptions)
         torch.set_num_threads(1)  # ranks share cores
         torch.set_grad_enabled(False)
@@ -60,9 +60,8 @@ class StackWorker:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         config = ModelConfig(**shape.config)
-        self.pool = latent_pool(config.num_hidden_layers, shape.num_slots, ROW_DIM, torch.bfloat16, self.device)
-        self.pool.normal_(generator=torch.Generator(self.device).manual_seed(shape.seed))
-        self.kept = Kept(self.pool)
+        self.kept = kept or _random_rows(config.num_hidden_layers, shape, self.device)
+        self.pool = self.kept.pool
         self.stack = AttentionStack(config, comm.rank, comm.size, self.device, torch.bfloat16, shape.seed, shape.parts)
         buckets = [Bucket(*bucket) for bucket in shape.buckets]
         most = max((bucket.nodes for bucket in buckets), default=0)
@@ -86,8 +85,8 @@ class StackWorker:
         self._read_answer = self._answer.numpy()
         self._downloads = {bucket: (self._answer[: bucket.nodes], self._choices[: bucket.nodes]) for bucket in buckets}
         self._clock = StageClock(self.device)
-        self._layers = Graphs(self._run_layers, buckets)
-        self._head = Graphs(self._run_head, buckets)
+        self._layers = Graphs(self._run_layers, buckets, comm.wait)
+        self._head = Graphs(self._run_head, buckets, comm.wait)
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
@@ -177,6 +176,11 @@ class StackWorker:
             packed[2, rows] = request.slots
         packed[:, row:] = 0
         target.copy_(source, non_blocking=True)
+
+
+def _random_rows(layers: int, shape: StackOptions, device: torch.device) -> Kept:
+    pool = latent_pool(layers, shape.num_slots, ROW_DIM, torch.bfloat16, device)
+    return Kept(pool.normal_(generator=torch.Generator(device).manual_seed(shape.seed)))
 
 
 Children = dict[tuple[int, int], int]  # a node by its parent and its token, the root included
