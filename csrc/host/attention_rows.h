@@ -13,8 +13,27 @@ namespace {
 
 constexpr int64_t CHUNK = 64;    // positions whose values are added up before they join the sum
 constexpr int64_t SCORED = 48;   // keys that stay in L2 while all rows meet them
-constexpr int TILE_ROWS = 4, TILE_KEYS = 3;  // 12 accumulators, 3 keys and a query: all 16 registers of AVX2
+constexpr int TILE_ROWS = 4;     // by 12 / TILE_ROWS keys: 12 accumulators, 3 keys and a query are the 16 registers of AVX2
+constexpr int64_t LINE = 16;     // floats of a cache line
 constexpr int VALUE_ROWS = 6;    // by two vectors of a value row
+
+// What the next keys need is fetched while these are met: a few lines with every tile, for many at once would wait.
+class Ahead {
+public:
+    Ahead(const AttentionRows& a, int64_t first, int64_t last, int64_t tiles)
+        : keys_(a.keys), key_(first), last_(last), dim_(a.dim), lines_((last - first) * (a.dim / LINE + 1) / tiles + 1) {}
+    void fetch() {
+        for (int64_t i = 0; i < lines_ && key_ < last_; ++i) {
+            __builtin_prefetch(keys_[key_] + column_);
+            column_ += LINE;
+            if (column_ >= dim_) column_ = 0, ++key_;
+        }
+    }
+
+private:
+    const float* const* keys_;
+    int64_t key_, last_, dim_, lines_, column_ = 0;
+};
 
 // scores[r][c] = q[r] . keys[c]
 template <int ROWS, int KEYS>
@@ -33,20 +52,29 @@ void score_tile(const float* q, int64_t dim, const float* const* keys, float* sc
 }
 
 template <int ROWS>
-void score_rows(const AttentionRows& a, int64_t row, int64_t rows, int64_t first, int64_t last) {
+void score_rows(const AttentionRows& a, int64_t row, int64_t rows, int64_t first, int64_t last, Ahead& ahead) {
+    constexpr int KEYS = 12 / ROWS;
     for (; rows >= ROWS; row += ROWS, rows -= ROWS) {
         const float* q = a.q + row * a.dim;
         float* scores = a.scores + row * a.stride;
         int64_t c = first;
-        for (; c + TILE_KEYS <= last; c += TILE_KEYS) score_tile<ROWS, TILE_KEYS>(q, a.dim, a.keys + c, scores + c, a.stride);
+        for (; c + KEYS <= last; c += KEYS) {
+            ahead.fetch();
+            score_tile<ROWS, KEYS>(q, a.dim, a.keys + c, scores + c, a.stride);
+        }
         for (; c < last; ++c) score_tile<ROWS, 1>(q, a.dim, a.keys + c, scores + c, a.stride);
     }
-    if constexpr (ROWS > 1) score_rows<ROWS - 1>(a, row, rows, first, last);
+    if constexpr (ROWS > 1) score_rows<ROWS - 1>(a, row, rows, first, last, ahead);
 }
 
 // scores[r][c] of all rows and the first `columns` keys
 void score(const AttentionRows& a, int64_t rows, int64_t columns) {
-    for (int64_t c = 0; c < columns; c += SCORED) score_rows<TILE_ROWS>(a, 0, rows, c, c + SCORED < columns ? c + SCORED : columns);
+    const auto end = [&](int64_t c) { return c + SCORED < columns ? c + SCORED : columns; };
+    const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS * (SCORED * TILE_ROWS / 12);
+    for (int64_t c = 0; c < columns; c = end(c)) {
+        Ahead ahead(a, end(c), end(end(c)), tiles);
+        score_rows<TILE_ROWS>(a, 0, rows, c, end(c), ahead);
+    }
 }
 
 // out[r][0..2 LANES) += the sum over j of weights[r][j] * values[j][column..)

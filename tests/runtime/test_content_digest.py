@@ -33,8 +33,7 @@ class LocalRanks(RankGroup):
         self.servers = [RankServer(rank, "cpu", False, 30.0) for rank in range(size)]
         self.threads, self.calls = ThreadPoolExecutor(size), 0
 
-    def call(self, step: Step, frames: Any = (), own: Any = None, tp: Any = None, deadline_s: Any = None) -> Any:
-        self.require_open()
+    def attempt(self, step: Step, frames: Any = (), own: Any = None, ranks: Any = (), deadline_s: Any = None) -> Any:
         self.calls += 1
 
         def answer(rank: int) -> Answer:
@@ -45,7 +44,7 @@ class LocalRanks(RankGroup):
         answers = list(self.threads.map(answer, range(self.size)))
         for got in answers:
             if got.reply.error is not None:
-                raise self.fail(got.reply.rank, step.number, got.reply.error)
+                raise RankFailure(got.reply.rank, step.number, got.reply.error)
         return answers
 
     def close(self) -> None:

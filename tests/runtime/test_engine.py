@@ -243,13 +243,13 @@ def test_a_stream_that_is_dropped_in_the_middle_of_anothers_step(fresh, monkeypa
     expected = engine.generate(b"import ", max_new_tokens=8)
     stream = engine.stream(b"def ", max_new_tokens=40)
     next(stream)
-    call = engine._group.call
+    attempt = engine._group.attempt
 
-    def drop_and_call(*arguments):
+    def drop_and_attempt(*arguments):
         stream.close()
-        return call(*arguments)
+        return attempt(*arguments)
 
-    monkeypatch.setattr(engine._group, "call", drop_and_call)
+    monkeypatch.setattr(engine._group, "attempt", drop_and_attempt)
     assert same(engine.generate(b"import ", max_new_tokens=8), expected)
     assert engine.stats()["sequences"] == 0
 

@@ -32,7 +32,7 @@ from tpverify.kv.quarantine import Quarantine
 from tpverify.kv.radix import RadixCache, Tokens
 from tpverify.kv.replica import Fenced, Replica
 from tpverify.kv.slots import FREE, LIVE, NO_SLOTS, FreeSlots, Slots
-from tpverify.kv.snapshot import Snapshot
+from tpverify.kv.snapshot import Snapshot, held
 from tpverify.kv.table import SequenceTables
 
 __all__ = [
@@ -264,6 +264,10 @@ class KvLog:
         for seq, sequence in self._tables.items():
             owners[sequence.tree] = seq
         return self._tables.slots.states.copy(), owners
+
+    def held(self) -> Slots:
+        """Slots whose rows somebody may still read, int32 [n], as `snapshot.held` orders them."""
+        return held(self._tables.slots)
 
     def pending(self) -> tuple[int, list[Entry]]:
         """Number (from 1) of the first entry that this call has not yet handed out, and all entries from there on."""

@@ -5,10 +5,11 @@ from hashlib import blake2b
 from typing import NoReturn
 
 import msgspec
+import numpy as np
 
 from tpverify.errors import ArgumentError
 from tpverify.kv.entries import Entry, Move
-from tpverify.kv.slots import Slots
+from tpverify.kv.slots import LIVE, Slots
 from tpverify.kv.snapshot import Snapshot
 from tpverify.kv.table import SequenceTables
 
@@ -74,6 +75,11 @@ class Replica:
     def tree_slots(self, seq: int) -> Slots:
         """Slots of the uncommitted tree's nodes, int32 [n], read-only; empty when there is none."""
         return self._trusted()[seq].tree
+
+    def positions(self, slots: Slots) -> Slots:
+        """Logical positions of the rows in these slots, int32 [n]; -1 where no committed row is."""
+        of = self._trusted().slots
+        return np.where(of.states.take(slots) == LIVE, of.positions.take(slots), -1)
 
     def readers(self, slot: int) -> list[tuple[int, int]]:
         """Sequences that read the committed row in this slot, each with the row's position: to name it in an error."""

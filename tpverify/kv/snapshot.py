@@ -5,7 +5,7 @@ import numpy as np
 
 from tpverify.kv.entries import int32
 from tpverify.kv.extents import WIRE_INT32, pack, unpack
-from tpverify.kv.slots import QUARANTINED
+from tpverify.kv.slots import LIVE, QUARANTINED, SCRATCH, Slots, SlotStates
 from tpverify.kv.table import SequenceTables
 
 
@@ -38,3 +38,13 @@ class Snapshot(msgspec.Struct, array_like=True, frozen=True):
         )
         tables.restore(sequences, cached, positions, quarantined, self.limit)
         return tables
+
+
+def held(slots: SlotStates) -> Slots:
+    """Slots whose rows somebody may still read, int32 [n]: committed ones in runs of consecutive positions, of which
+    there are about as many as texts, then those of trees."""
+    live, trees = (np.flatnonzero(slots.states == state).astype(np.int32) for state in (LIVE, SCRATCH))
+    live = live[np.argsort(slots.positions.take(live), kind="stable")]
+    positions = slots.positions.take(live)
+    nth = np.arange(live.size) - np.searchsorted(positions, positions)  # of those at the same position
+    return np.concatenate([live[np.lexsort((positions, nth))], trees])

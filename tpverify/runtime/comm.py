@@ -1,6 +1,7 @@
 """Collectives between the ranks of one group: by sockets between CPUs, by NCCL between GPUs."""
 
 import itertools
+import os
 import socket
 import struct
 import time
@@ -13,6 +14,7 @@ from torch import Tensor
 from tpverify.runtime.frames import frame_of
 
 RETRY_S = 0.02  # between attempts to reach a rank 0 that does not listen yet
+LOOK_S = 0.25  # how often rank 0, waiting for the others, looks whether they are still expected
 UNIQUE_ID_BYTES = 128  # NCCL's
 HELLO = struct.Struct("<I")  # a rank's number, the first thing it sends
 
@@ -25,6 +27,13 @@ class Comm(Protocol):
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """On rank 0 every rank's x, all of one shape, in rank order; None elsewhere."""
+
+    def relay(self, x: Tensor, source: int, targets: Sequence[int]) -> None:
+        """x of rank `source` into x of the targets, of its shape and dtype; all of them contiguous. Others do nothing.
+        Rank 0 is the source or a target: it has the connections."""
+
+    def connect(self, rendezvous: str) -> None:
+        """Meet the other ranks anew, some of which are new: see SocketComm."""
 
     def wait(self) -> None:
         """Return when this rank has done all that it was asked for: a GPU's work is only enqueued until then."""
@@ -43,15 +52,24 @@ class SocketComm:
     """
 
     def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float) -> None:
-        """rendezvous: path of a socket that rank 0 makes, in a directory that nobody else can enter."""
-        self.rank, self.size = rank, size
+        """Meets the peers, see `connect`."""
+        self.rank, self.size, self._timeout_s = rank, size, timeout_s
         self._peers: list[socket.socket] = []  # of rank 0: ranks 1..size-1; of the others: rank 0
+        self.connect(rendezvous)
+
+    def connect(self, rendezvous: str) -> None:
+        """Connect all ranks, again if some of them are new.
+
+        rendezvous: path of a socket that rank 0 makes, in a directory that nobody else can enter. Whoever made the
+        directory removes it to call the meeting off: ConnectionAbortedError.
+        """
+        self.destroy()
         try:
-            if rank == 0:
-                self._peers = _accept(rendezvous, size, timeout_s)
+            if self.rank == 0:
+                self._peers = _accept(rendezvous, self.size, self._timeout_s)
             else:
-                self._peers = [_connect(rendezvous, timeout_s)]
-                self._peers[0].sendall(HELLO.pack(rank))
+                self._peers = [_connect(rendezvous, self._timeout_s)]
+                self._peers[0].sendall(HELLO.pack(self.rank))
         except BaseException:
             self.destroy()
             raise
@@ -124,6 +142,19 @@ class SocketComm:
 
         return at_first
 
+    def relay(self, x: Tensor, source: int, targets: Sequence[int]) -> None:
+        assert 0 in (source, *targets)
+        if self.rank == source != 0:
+            self._peers[0].sendall(frame_of(x))
+        elif self.rank == 0:
+            if source != 0:
+                _receive(self._peers[source - 1], frame_of(x))
+            for target in targets:
+                if target != 0:
+                    self._peers[target - 1].sendall(frame_of(x))
+        elif self.rank in targets:
+            _receive(self._peers[0], frame_of(x))
+
     def wait(self) -> None:
         pass
 
@@ -152,6 +183,9 @@ class GpuComm:
         self._nccl.allgather(x, out)
         return list(out) if self.rank == 0 else None
 
+    def connect(self, rendezvous: str) -> None:
+        self._sockets.connect(rendezvous)
+
     @property
     def capturable(self) -> bool:
         """Whether gathers are only enqueued, so that a CUDA graph can have them."""
@@ -163,6 +197,11 @@ class GpuComm:
             out.copy_(self._sockets.allgather(x.cpu()[None], [1] * self.size))
         else:
             self._nccl.allgather(x, out)
+
+    def relay(self, x: Tensor, source: int, targets: Sequence[int]) -> None:
+        host = x.cpu()
+        self._sockets.relay(host, source, targets)
+        x.copy_(host)
 
     def wait(self) -> None:
         if self._nccl is None:
@@ -193,8 +232,15 @@ def _accept(path: str, size: int, timeout_s: float) -> list[socket.socket]:
         listener.bind(path)
         listener.listen(size)
         while len(peers) < size - 1:
-            listener.settimeout(max(end - time.monotonic(), 1e-3))
-            peer, _ = listener.accept()
+            listener.settimeout(min(max(end - time.monotonic(), 1e-3), LOOK_S))
+            try:
+                peer, _ = listener.accept()
+            except TimeoutError:
+                if time.monotonic() > end:
+                    raise
+                if not os.path.exists(path):
+                    raise ConnectionAbortedError("the meeting of the ranks was called off") from None
+                continue
             peer.settimeout(timeout_s)
             hello = bytearray(HELLO.size)
             _receive(peer, memoryview(hello))
@@ -212,6 +258,8 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
             return peer
         except (FileNotFoundError, ConnectionRefusedError):
             peer.close()
+            if not os.path.isdir(os.path.dirname(path)):
+                raise ConnectionAbortedError("the meeting of the ranks was called off") from None
             if time.monotonic() > end:
                 raise TimeoutError(f"rank 0 did not come to {path} within {timeout_s:g} s") from None
             time.sleep(RETRY_S)

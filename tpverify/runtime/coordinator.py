@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,9 +17,10 @@ from tpverify.kv.defrag import GOAL
 from tpverify.kv.digest import outlier
 from tpverify.kv.log import KvLog, Move, Moved
 from tpverify.kv.pacer import Pacer
-from tpverify.kv.slots import LIVE, Slots
+from tpverify.kv.slots import LIVE, NO_SLOTS, Slots
 from tpverify.runtime.messages import Configure, Frame, Ping, RowHashes, Step, Work, Write
 from tpverify.runtime.ranks import RENDEZVOUS, START_DEADLINE_S, Answer, RankGroup
+from tpverify.runtime.recovery import Recovered, Recovery
 
 SCATTERED = 16  # extents: a chain of more is brought together by itself, to GOAL or fewer
 ROWS_AT_ONCE = 4096  # of a wave of moves that nobody asked for
@@ -32,7 +34,8 @@ class Coordinator:
     Scattered rows are brought together between steps, when `pacer` allows it. No output changes by a bit.
 
     kind, options: the workers that the ranks build, see rank.WORKERS. Building a coordinator resets those ranks, and
-    ends an earlier one on the same group. One thread at a time.
+    ends an earlier one on the same group. max_restarts: how many ranks that die or hang are replaced, see recovery.py,
+    before the next one is the end. One thread at a time.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Coordinator:
         num_slots: int,
         max_sequences: int = 4096,
         tp: int | None = None,
+        max_restarts: int = 0,
     ) -> None:
         check_type("group", group, RankGroup, "a RankGroup or None")
         self.group = group
@@ -56,7 +60,9 @@ class Coordinator:
         group.coordinator = self
         with tempfile.TemporaryDirectory(prefix="tpverify-") as directory:
             configure = Configure(self.tp, num_slots, kind, options, os.path.join(directory, RENDEZVOUS))
+            self._recovery = Recovery(group, configure, self._log, 0)
             self._step(configure, (), None, START_DEADLINE_S)
+        self._recovery = Recovery(group, configure, self._log, check_int("max_restarts", max_restarts, 0, 2**31 - 1))
 
     @property
     def live(self) -> bool:
@@ -71,9 +77,21 @@ class Coordinator:
             raise ClusterError("this runtime has ended: it was closed, or another one has taken over its ranks")
         return self._log
 
-    def stats(self) -> dict[str, int]:
-        """The log's counts, `steps` sent, and `moves`, the rows moved by themselves; after the end too."""
-        return self._log.stats() | {"steps": self.steps, "moves": self.moves}
+    @property
+    def recovered(self) -> list[Recovered]:
+        """What was lost and replaced so far, in order."""
+        return self._recovery.done
+
+    @property
+    def recovering(self) -> float:
+        """Seconds that this has taken."""
+        return sum(sum(recovered.seconds.values()) for recovered in self._recovery.done)
+
+    def stats(self) -> dict[str, Any]:
+        """The log's counts, `steps` sent, `moves`, the rows moved by themselves, and `recoveries`, see Recovered; after
+        the end too."""
+        recoveries = [asdict(recovered) for recovered in self.recovered]
+        return self._log.stats() | {"steps": self.steps, "moves": self.moves, "recoveries": recoveries}
 
     def close(self) -> None:
         """End this coordinator; the group stays as it is."""
@@ -88,9 +106,11 @@ class Coordinator:
         frames go to every rank, then own[rank] to that rank alone. Raises RankFailure if a rank fails, dies or is late,
         if its tables differ from the log's, or if what it moved is not what the others did; the group is closed then.
         """
-        start = time.perf_counter()
+        start = time.perf_counter() - self.recovering
         answers = self._step(work, frames, own, None)
-        self._pace(time.perf_counter() - start, max(answer.reply.seconds["move"] for answer in answers))
+        self._pace(
+            time.perf_counter() - self.recovering - start, max(answer.reply.seconds["move"] for answer in answers)
+        )
         if not isinstance(work, Ping | Write) and self.pacer.due():  # further rows may be committed and not yet written
             self._defrag()
         return answers
@@ -167,14 +187,16 @@ class Coordinator:
     ) -> list[Answer]:
         first, entries = self.log.pending()
         self.steps += 1
-        answers = self.group.call(Step(self.steps, first, entries, work), frames, own, self.tp, deadline_s)
+        step = Step(self.steps, first, entries, work)
+        with self.group.closed_by_failure():
+            answers, recovered = self._recovery.step(step, frames, own, deadline_s)
         self._answered = expected = self._log.digest()  # before the acknowledgement, which may add an entry
         for rank, (reply, _) in enumerate(answers):
             if reply.digest != expected:
                 cause = f"its tables diverged: digest {reply.digest}, the coordinator's is {expected}"
                 raise self.group.fail(rank, self.steps, cause)
         self._log.acknowledge()
-        if len({answer.reply.moved for answer in answers}) > 1:
+        if len({answer.reply.moved for answer in answers}) > 1 or recovered:  # the second time, nothing moves
             moves = [entry.pairs(self._num_slots)[1] for entry in entries if isinstance(entry, Move)]
-            self._compare(np.unique(np.concatenate(moves)))
+            self._compare(np.unique(np.concatenate([NO_SLOTS, *moves])))
         return answers

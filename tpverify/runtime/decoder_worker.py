@@ -71,7 +71,9 @@ class DecoderWorker:
             self.drafter = CpuDrafter(drafter, config.max_position_embeddings)
             self.features = torch.zeros(shape.num_slots, self.drafter.feature_dim)
             self.context = torch.zeros(shape.num_slots, self.drafter.context_dim)
-            self.kept = Kept(self.pool, self.hidden, self.features, own=(self.context,))  # rank 0's, which drafts
+            # Context rows are rank 0's, which drafts.
+            derive = self._derive if comm.rank == 0 else None
+            self.kept = Kept(self.pool, self.hidden, self.features, own=(self.context,), derive=derive)
         self.layers = () if self.drafter is None else self.drafter.feature_layers
         self.steps = None
         if host.takes(self.pool[0], config.kv_lora_rank):
@@ -92,6 +94,11 @@ class DecoderWorker:
         if isinstance(work, ContentDigest | RowHashes):
             return self.kept.answer(work, replica), []
         raise TypeError(f"a decoder rank cannot do {type(work).__name__}")
+
+    def _derive(self, slots: Tensor, first: int) -> None:
+        """Context rows of committed positions first, first + 1, ..."""
+        assert self.drafter is not None
+        self.context[slots] = self.drafter.context(self.features[slots], first)
 
     def _decode(self, work: Decode, replica: Replica) -> Decoded | None:
         trees = [_tree(request) for request in work.requests]

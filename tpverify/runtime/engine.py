@@ -37,11 +37,13 @@ class Engine:
     included. max_batch: sequences a step; further prompts wait. prefill_chunk: prompt tokens a step. prefix_cache: keep
     what sequences have committed, while nobody needs the slots, for prompts that begin with the same tokens. On CPUs
     that changes no bit; on GPUs rows round as the step that computed them did, which may have had another shape. group:
-    ranks to use instead of starting some, wherever they are; closing the engine leaves them running.
+    ranks to use instead of starting some, wherever they are; closing the engine leaves them running. max_restarts: how
+    many ranks that die, or hang past deadline_s, are replaced while another rank is left to take their rows from. What
+    is generated does not change by a token; a warning and stats() tell. CPU ranks only.
 
     Raises ArgumentError (bad input, a checkpoint that lacks a tensor, tp that does not divide the heads), before any
-    rank is started; ClusterError (no place for the ranks, or an engine that has ended); RankFailure (a rank died, hung
-    or diverged; everything has been released then).
+    rank is started; ClusterError (no place for the ranks, or an engine that has ended); RankFailure (a rank died or
+    hung and was not replaced, or diverged; everything has been released then).
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Engine:
         prefill_chunk: int = 256,
         prefix_cache: bool = True,
         deadline_s: float = 60.0,
+        max_restarts: int = 3,
         oversubscribe: bool = False,
         group: RankGroup | None = None,
     ) -> None:
@@ -82,7 +85,9 @@ class Engine:
         }
         kind = "gpu_decoder" if group.device == "cuda" else "decoder"
         try:
-            self._coordinator = Coordinator(self._group, kind, options, num_slots=setup.num_slots, tp=setup.tp)
+            self._coordinator = Coordinator(
+                self._group, kind, options, num_slots=setup.num_slots, tp=setup.tp, max_restarts=max_restarts
+            )
         except BaseException:
             if self._owned:
                 self._group.close()
@@ -170,7 +175,7 @@ class Engine:
         return ended
 
     def _step(self, generations: list[Generation]) -> None:
-        start = time.perf_counter()
+        start, recovering = time.perf_counter(), self._coordinator.recovering
         nodes = sum(generation.next_nodes for generation in generations)
         self._coordinator.reserve(lambda: self._log.make_room(nodes))
         work = Decode([generation.request(self._log) for generation in generations])
@@ -185,11 +190,12 @@ class Engine:
             generation.grow(answer)
         built = time.perf_counter()
 
-        transport = answered - sent - sum(decoded.seconds.values())
+        recovering = self._coordinator.recovering - recovering
+        transport = answered - sent - recovering - sum(decoded.seconds.values())
         commit = sent - start + committed - answered
         seconds = decoded.seconds | {"build": built - committed, "commit": commit, "transport": transport}
         for generation in generations:
-            generation.account(seconds, built - start)
+            generation.account(seconds, built - start - recovering)
 
     def _hidden_digest(self, generation: Generation) -> str:
         """The same on every rank, or one of them has gone astray."""
@@ -203,7 +209,8 @@ class Engine:
         return digests[0]
 
     def stats(self) -> dict[str, Any]:
-        """Of the KV pool (see KvLog.stats), `steps` sent to the ranks so far, their device, and why it is no GPU."""
+        """Of the KV pool (see KvLog.stats), `steps` sent to the ranks so far, their device, why it is no GPU, and
+        `recoveries`: of each, the step, ranks lost and why, seconds by part (see recovery.Recovered)."""
         with self._turn:
             if self._coordinator.live:
                 self._admission.close_left()

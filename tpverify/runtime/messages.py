@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tpverify.kv.log import Entry
+from tpverify.kv.snapshot import Snapshot
 
 Frame = bytes | bytearray | memoryview
 
@@ -28,6 +29,23 @@ class Configure(_Work, frozen=True):
     kind: str
     options: dict[str, Any]
     rendezvous: str
+
+
+class Join(_Work, frozen=True):
+    """Build the communicator of ranks 0..tp-1 anew, since some of them are. A rank without tables starts as `configure`
+    says, with those of the snapshot, and waits for its rows; the others keep what they have.
+    """
+
+    configure: Configure
+    snapshot: Snapshot
+
+
+class Refill(_Work, frozen=True):
+    """All that rank `source` keeps in these slots, given as runs (see extents.pack), to the target ranks."""
+
+    slots: bytes
+    source: int
+    targets: list[int]
 
 
 class Preflight(_Work, frozen=True):
@@ -140,7 +158,20 @@ class Ping(_Work, frozen=True):
     """Nothing but the log entries. The reply returns the frames as they came."""
 
 
-Work = Configure | Preflight | Write | Attend | Decode | HiddenDigest | HiddenStates | ContentDigest | RowHashes | Ping
+Work = (
+    Configure
+    | Join
+    | Refill
+    | Preflight
+    | Write
+    | Attend
+    | Decode
+    | HiddenDigest
+    | HiddenStates
+    | ContentDigest
+    | RowHashes
+    | Ping
+)
 
 
 class Step(msgspec.Struct, array_like=True, frozen=True):
@@ -157,6 +188,8 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
     result: msgpack of whatever the work returns. seconds: where the rank's time went, by stage.
     moved: digest of the rows that the entries moved, "" if none.
+    interrupted: the step failed for want of a peer. Its entries are applied and its rows moved; the work can be done
+    again when there is one.
     A message that could not be decoded is answered with number -1.
     """
 
@@ -167,6 +200,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     result: bytes
     seconds: dict[str, float]
     moved: str = ""
+    interrupted: bool = False
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,4 +1,7 @@
-"""What a rank keeps by slot: rows that change slots, and hashes that say whether all ranks hold the same."""
+"""What a rank keeps by slot: rows that change slots, rows for a rank that has none, and hashes that say whether all
+ranks hold the same."""
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -9,7 +12,8 @@ from tpverify.kv.extents import unpack
 from tpverify.kv.log import Replica
 from tpverify.ops.move import move_rows
 from tpverify.ops.move import row_hashes as row_hashes_on_cpu
-from tpverify.runtime.messages import ContentDigest, RowHashes
+from tpverify.runtime.comm import Comm
+from tpverify.runtime.messages import ContentDigest, Refill, RowHashes
 
 ROWS_AT_ONCE = 4096  # on a GPU, so that a large wave needs little memory beside the pool
 BYTES_AT_ONCE = 256 << 10  # of a layer on a CPU, so that all passes but the first read its cache
@@ -19,12 +23,19 @@ class Kept:
     """Everything of a rank's worker that is indexed by slot.
 
     pool: latent rows [layers, slots, row]. tables: [slots, width], bit for bit the same on every rank at committed
-    positions, as the pool is. own: [slots, width], moved with the rest, but not every rank has them. Rows are multiples
+    positions, as the pool is. own: [slots, width], moved with the rest, but not every rank has them; derive(slots int64
+    [n], first) makes them out of the tables, for committed rows at positions first, first + 1, ... Rows are multiples
     of 8 bytes.
     """
 
-    def __init__(self, pool: Tensor, *tables: Tensor, own: tuple[Tensor, ...] = ()) -> None:
-        self.pool, self.tables, self.own = pool, tables, own
+    def __init__(
+        self,
+        pool: Tensor,
+        *tables: Tensor,
+        own: tuple[Tensor, ...] = (),
+        derive: Callable[[Tensor, int], None] | None = None,
+    ) -> None:
+        self.pool, self.tables, self.own, self._derive = pool, tables, own, derive
 
     def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
         """Row src[i] goes to row dst[i] everywhere. Returns a digest of the rows moved, in the order given.
@@ -49,6 +60,23 @@ class Kept:
                 readers = ", ".join(f"sequence {seq} at position {at}" for seq, at in replica.readers(slot))
                 replica.fence(f"a moved row is not what it was: slot {slot}, read by {readers or 'the cache'}")
         return content_digest(self._positions(hashes, targets))
+
+    def refill(self, work: Refill, comm: Comm, replica: Replica) -> None:
+        """Send the rows, or take them in, own ones derived."""
+        (slots,) = unpack("slots", work.slots, 1, self.pool.shape[1])
+        index, filled = self._index(slots), comm.rank in work.targets
+        for table in (*self.pool, *self.tables):
+            rows = table.index_select(0, index)
+            comm.relay(rows, work.source, work.targets)
+            if filled:
+                table.index_copy_(0, index, rows)
+        if filled and self._derive is not None:
+            positions = replica.positions(slots)
+            slots, positions = slots[positions >= 0], positions[positions >= 0]
+            ends = np.flatnonzero(np.diff(positions) != 1) + 1
+            for run, at in zip(np.split(slots, ends), np.split(positions, ends), strict=True):
+                if run.size:
+                    self._derive(self._index(run), int(at[0]))
 
     def answer(self, work: ContentDigest | RowHashes, replica: Replica) -> str | bytes:
         """The result of either, as messages.py has it."""

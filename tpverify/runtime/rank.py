@@ -10,7 +10,7 @@ import numpy as np
 
 from tpverify.kv.log import Replica
 from tpverify.runtime import messages
-from tpverify.runtime.messages import Configure, Frame, Ping, Preflight, Reply, Step, Work
+from tpverify.runtime.messages import Configure, Frame, Join, Ping, Preflight, Refill, Reply, Step, Work
 
 # Imported when first configured: a rank without a worker ("tables") replays the log and needs no torch.
 WORKERS = {
@@ -21,10 +21,13 @@ WORKERS = {
 }
 TABLES = "tables"
 PREFLIGHT_S = 30.0  # for NCCL to connect and to gather
+PEER_GONE = (ConnectionError, TimeoutError)  # what a communicator raises when a peer is lost
 
 
 class Worker(Protocol):
-    """What a rank computes. Built as Worker(comm, device, options)."""
+    """What a rank computes. Built as Worker(comm, device, options). kept: moves.Kept, all that it has by slot."""
+
+    kept: Any
 
     def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
         """Copy rows src[i] of all that is kept by slot to dst[i], before anything else is read or written. Returns a
@@ -46,7 +49,7 @@ class RankServer:
         self._joined: dict[int, Any] = {}  # by number of ranks: NCCL's communicators serve every later Configure
 
     def answer(self, message: list[memoryview]) -> list[Frame]:
-        number, digest, moved, error, result = -1, "", "", None, None
+        number, digest, moved, error, result, working, interrupted = -1, "", "", None, None, False, False
         frames: list[Frame] = []
         seconds: dict[str, float] = {}
         start = time.perf_counter()
@@ -57,18 +60,24 @@ class RankServer:
             seconds["log"] = time.perf_counter() - start
             moved = self._move()
             seconds["move"] = time.perf_counter() - start - seconds["log"]
+            working = True
             result, frames = self._handle(step.work, message[1:])
         except Exception as failure:  # the boundary of the process: the coordinator decides what an error means
             error = f"{type(failure).__name__}: {failure}"
             if not isinstance(failure, msgspec.MsgspecError):
                 traceback.print_exc()
+            if working and self.comm is not None:
+                interrupted = isinstance(failure, PEER_GONE)
+                self.comm.destroy()  # so that no peer waits for what does not come
         seconds["total"] = time.perf_counter() - start
-        reply = Reply(number, self.rank, digest, error, msgspec.msgpack.encode(result), seconds, moved)
+        reply = Reply(number, self.rank, digest, error, msgspec.msgpack.encode(result), seconds, moved, interrupted)
         return [messages.encode(reply), *frames]
 
     def _apply(self, step: Step) -> str:
         if isinstance(step.work, Configure):
             self.replica = Replica(step.work.num_slots)
+        if isinstance(step.work, Join) and self.replica is None:
+            self.replica = Replica.restore(step.work.configure.num_slots, step.work.snapshot)
         if self.replica is None:
             return ""
         self.replica.apply(step.log_first, step.entries)
@@ -85,10 +94,16 @@ class RankServer:
         if isinstance(work, Configure):
             self._configure(work)
             return None, []
+        if isinstance(work, Join):
+            self._join(work.configure)
+            return None, []
         if isinstance(work, Preflight):
             return self._preflight(work), []
         if self.worker is None or self.replica is None:
             raise RuntimeError(f"this rank has no worker for {type(work).__name__}")
+        if isinstance(work, Refill):
+            self.worker.kept.refill(work, self.comm, self.replica)
+            return None, []
         return self.worker.handle(work, frames, self.replica)
 
     def _configure(self, work: Configure) -> None:
@@ -107,6 +122,12 @@ class RankServer:
                 self._joined[work.tp] = join_nccl(sockets, self.device, self.timeout_s)
             self.comm = GpuComm(sockets, self._joined.get(work.tp))
         self.worker = build(self.comm, self.device, work.options)
+
+    def _join(self, work: Configure) -> None:
+        if self.comm is None:
+            self._configure(work)
+        else:
+            self.comm.connect(work.rendezvous)
 
     def _preflight(self, work: Preflight) -> dict[str, Any]:
         from tpverify import pynccl

@@ -6,8 +6,8 @@ import select
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +31,13 @@ START_DEADLINE_S = 120.0  # to start a process and import torch, which many rank
 NO_PEER_TO_PEER = {"NCCL_P2P_DISABLE": "1"}  # what NCCL is told where GPUs cannot reach each other's memory
 POLL_S = 0.05  # how long a dead rank can go unnoticed
 BLAME_S = 1.0  # how long to look for the cause behind an error or a silence
+LOST_S = 4.0  # how long, for the lost peer because of which a rank could not go on
 KILL_S = 2.0  # what Ray gets to end a process before we do
 REAP_S = 10.0  # what the kernel gets, on a busy machine, after that
+
+
+class RankLost(RankFailure):
+    """The rank's process is gone or hangs; what the other ranks have is as it should be."""
 
 
 class Answer(NamedTuple):
@@ -74,6 +79,8 @@ class RankGroup:
         self.pids: list[int] = []
         self._actors: list[Any] = []
         self._sentinels: list[Any] = []
+        self._owing: set[int] = set()  # ranks that have not answered the last message
+        self.answers: dict[int, Answer] = {}  # of the others to it, by rank
         self._resources = ExitStack()  # unwound by close(), last acquired first
         atexit.register(self.close)
         try:
@@ -106,23 +113,35 @@ class RankGroup:
         environment: dict[str, str],
     ) -> None:
         """running: unwound, it ends them."""
-        self._actors, self.pids = [], []
+        self._actors, self._sentinels, self.pids = [None] * self.size, [None] * self.size, [0] * self.size
         self.transport = transport(self.size)
         running.callback(self.transport.close)
-        running.callback(self._kill)
+        running.callback(self.end, range(self.size))
         # A rank waits for its peers longer than the driver does for it, so that the driver is first to say who is late.
         peer_timeout_s = max(START_DEADLINE_S, 2 * self.deadline_s)
         root = str(Path(tpverify.__file__).parent.parent)
         groups = {CONTROL: 1, CALLS: 1}
         actor = ray.remote(concurrency_groups=groups, max_restarts=0, max_task_retries=0)(Rank)  # type: ignore[call-overload]
-        for rank in range(self.size):
+
+        def new_actor(rank: int) -> Any:
             place = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
             options = actor.options(num_cpus=0, num_gpus=where.gpus, scheduling_strategy=place)
-            self._actors.append(options.remote(root, rank, where.device, where.nccl, peer_timeout_s, environment))
-        self._sentinels = self.transport.start(self._actors)
-        self.call(Step(0, 1, [], Ping()), deadline_s=START_DEADLINE_S)
+            return options.remote(root, rank, where.device, where.nccl, peer_timeout_s, environment)
+
+        self._new_actor = new_actor
+        self.start_anew(range(self.size))
+
+    def start_anew(self, ranks: Sequence[int]) -> None:
+        """Start processes for these ranks, which have none or have lost theirs; returns when they answer. RankFailure
+        for one that does not."""
+        for rank in ranks:
+            self.pids[rank] = 0
+            self._actors[rank] = self._new_actor(rank)
+            self._sentinels[rank] = self.transport.start(rank, self._actors[rank])
+        self.attempt(Step(0, 1, [], Ping()), (), None, ranks, START_DEADLINE_S)
         self.transport.settled()
-        self.pids = self._collect_pids()
+        for rank, pid in zip(ranks, self._collect_pids(ranks), strict=True):
+            self.pids[rank] = pid
 
     def _preflight(self, peer_to_peer: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="tpverify-") as directory:
@@ -146,15 +165,51 @@ class RankGroup:
         frames go to every rank, then own[rank] to that rank alone. Buffers must stay as they are until this returns.
         Raises RankFailure, after closing the group, when a rank answers an error, dies, or is silent past the deadline.
         """
+        with self.closed_by_failure():
+            return self.attempt(step, frames, own, range(tp or self.size), deadline_s)
+
+    @contextmanager
+    def closed_by_failure(self) -> Iterator[None]:
+        """Whatever is raised within closes the group: a half-done step leaves ranks that wait for each other."""
         self.require_open()
         try:
-            message = messages.encode(step)
-            for rank in range(tp or self.size):
-                self.transport.send(rank, [message, *frames, *(own[rank] if own else ())])
-            return self._collect(step.number, tp or self.size, deadline_s or self.deadline_s)
-        except BaseException:  # a half-done step leaves ranks that wait for each other
+            yield
+        except BaseException:
             self.close()
             raise
+
+    def attempt(
+        self,
+        step: Step,
+        frames: Sequence[Frame] = (),
+        own: Sequence[Sequence[Frame]] | None = None,
+        ranks: Sequence[int] = (),
+        deadline_s: float | None = None,
+    ) -> list[Answer]:
+        """`call` of these ranks that leaves the group open: after RankLost, whoever lives may still owe an answer."""
+        message = messages.encode(step)
+        self._owing, self.answers = set(ranks), {}
+        for rank in ranks:
+            self.transport.send(rank, [message, *frames, *(own[rank] if own else ())])
+        return self._collect(step.number, ranks, deadline_s or self.deadline_s)
+
+    def drain(self, number: int, deadline_s: float) -> list[int]:
+        """After RankLost, and the end of what was lost: wait for `answers` of the others. Returns ranks without one;
+        RankLost for one more that dies."""
+        end = time.monotonic() + deadline_s
+        while self._owing and time.monotonic() < end:
+            for rank in sorted(self._owing):
+                message = self.transport.receive(rank, POLL_S)
+                if message is not None:
+                    self._take(rank, message)
+            self._look_for_dead(number, 0.0)
+        return sorted(self._owing)
+
+    def hung(self, ranks: Sequence[int]) -> list[int]:
+        """Those whose process does not even answer a ping."""
+        pings = [self._ping(rank) for rank in ranks]
+        alive, _ = ray.wait(pings, num_returns=len(pings), timeout=BLAME_S)
+        return [rank for rank, ping in zip(ranks, pings, strict=True) if ping not in alive]
 
     def require_open(self) -> None:
         """Raise ClusterError if the group is closed."""
@@ -181,9 +236,9 @@ class RankGroup:
     def _ping(self, rank: int) -> Any:
         return self._actors[rank].ping.options(concurrency_group=CONTROL).remote()
 
-    def _collect_pids(self) -> list[int]:
+    def _collect_pids(self, ranks: Sequence[int]) -> list[int]:
         pids = []
-        for rank, ping in enumerate([self._ping(rank) for rank in range(self.size)]):
+        for rank, ping in [(rank, self._ping(rank)) for rank in ranks]:
             try:
                 pids.append(ray.get(ping, timeout=START_DEADLINE_S))
             except ray.exceptions.GetTimeoutError:
@@ -192,57 +247,68 @@ class RankGroup:
                 raise RankFailure(rank, 0, _cause_of_death(failure)) from failure
         return pids
 
-    def _collect(self, number: int, tp: int, deadline_s: float) -> list[Answer]:
-        answers: dict[int, Answer] = {}
+    def _collect(self, number: int, ranks: Sequence[int], deadline_s: float) -> list[Answer]:
         end = time.monotonic() + deadline_s
-        for rank in range(tp):
-            while not self._receive(answers, rank, number, POLL_S):
-                late = [other for other in range(rank, tp) if not self._receive(answers, other, number, 0.0)]
+        for rank in ranks:
+            while not self._receive(rank, number, POLL_S):
+                late = [other for other in ranks if not self._receive(other, number, 0.0)]
                 self._look_for_dead(number, 0.0)
                 if late and time.monotonic() > end:
                     self._raise_late(late, number, deadline_s)
-        return [answers[rank] for rank in range(tp)]
+        answers = [self.answers[rank] for rank in ranks]
+        for rank, answer in zip(ranks, answers, strict=True):
+            if answer.reply.error is not None:
+                self._look_for_dead(number, LOST_S)
+                raise RankFailure(rank, number, answer.reply.error)
+        return answers
 
-    def _receive(self, answers: dict[int, Answer], rank: int, number: int, timeout_s: float) -> bool:
+    def _receive(self, rank: int, number: int, timeout_s: float) -> bool:
         """Whether the rank has answered, now or before."""
-        if rank in answers:
+        if rank not in self._owing:
             return True
         message = self.transport.receive(rank, timeout_s)
         if message is None:
             return False
-        reply = messages.decode_reply(message[0])
-        if reply.error is not None:
+        reply = self._take(rank, message)
+        if reply.error is not None and not reply.interrupted:
             self._look_for_dead(number, BLAME_S)  # a rank's error is often the echo of a peer's death
             raise RankFailure(rank, number, reply.error)
         if reply.number != number:
             raise RankFailure(rank, number, f"answered step {reply.number}")
-        answers[rank] = Answer(reply, message[1:])
         return True
 
+    def _take(self, rank: int, message: list[memoryview]) -> Reply:
+        reply = messages.decode_reply(message[0])
+        self.answers[rank] = Answer(reply, message[1:])
+        self._owing.discard(rank)
+        return reply
+
     def _look_for_dead(self, number: int, timeout_s: float) -> None:
-        ended, _ = ray.wait(self._sentinels, timeout=timeout_s)
+        ended, _ = ray.wait([living for living in self._sentinels if living is not None], timeout=timeout_s)
         for reference in ended:
             try:
                 ray.get(reference)
             except Exception as failure:
-                raise RankFailure(self._sentinels.index(reference), number, _cause_of_death(failure)) from failure
+                raise RankLost(self._sentinels.index(reference), number, _cause_of_death(failure)) from failure
 
     def _raise_late(self, late: list[int], number: int, deadline_s: float) -> None:
         """Of the ranks without an answer, blame one whose process does not even answer a ping."""
-        pings = [self._ping(rank) for rank in late]
-        alive, _ = ray.wait(pings, num_returns=len(pings), timeout=BLAME_S)
-        for rank, ping in zip(late, pings, strict=True):
-            if ping not in alive:
-                raise RankFailure(rank, number, f"no answer within {deadline_s:g} s, nor to a ping: the process hangs")
-        raise RankFailure(late[0], number, f"no answer within {deadline_s:g} s; the process still answers a ping")
+        for rank in self.hung(late):
+            raise RankLost(rank, number, f"no answer within {deadline_s:g} s, nor to a ping: the process hangs")
+        raise RankLost(late[0], number, f"no answer within {deadline_s:g} s; the process still answers a ping")
 
-    def _kill(self) -> None:
-        """End every rank's process, and return when they are gone."""
+    def end(self, ranks: Sequence[int]) -> None:
+        """End these ranks' processes, and return when they are gone. Those that were ended before stay so."""
+        ranks = [rank for rank in ranks if self._sentinels[rank] is not None]
+        self._owing -= set(ranks)
+        for rank in ranks:
+            self._sentinels[rank] = None
         with ExitStack() as handles:
-            processes = [process for pid in self.pids if (process := _process(pid, handles)) is not None]
-            for actor in self._actors:
+            pids = [self.pids[rank] for rank in ranks if self.pids[rank]]
+            processes = [process for pid in pids if (process := _process(pid, handles)) is not None]
+            for rank in ranks:
                 with suppress(Exception):  # Ray itself may be gone
-                    ray.kill(actor)
+                    ray.kill(self._actors[rank])
             for process in _not_ended(processes, KILL_S):  # stopped or stuck in a driver
                 signal.pidfd_send_signal(process, signal.SIGKILL)
             _not_ended(processes, REAP_S)

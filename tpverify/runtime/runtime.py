@@ -74,12 +74,15 @@ class VerifyRuntime:
     of starting some. Its device and deadline count then, not cfg's; closing the runtime leaves it running, and a later
     runtime on it ends this one.
 
+    max_restarts: how many ranks that die or hang are replaced, as Engine does it. By default none is: whoever drives
+    steps one by one hears of it from the step.
+
     Rows of very scattered sequences are brought together between steps, in at most 2 % of their time.
 
     On GPUs the bfloat16 kernel runs: device "auto" takes them if each rank can have one and cfg.dtype is "bfloat16".
     """
 
-    def __init__(self, cfg: RuntimeConfig, *, group: RankGroup | None = None) -> None:
+    def __init__(self, cfg: RuntimeConfig, *, group: RankGroup | None = None, max_restarts: int = 0) -> None:
         check_type("cfg", cfg, RuntimeConfig, "a RuntimeConfig")
         if (cfg.geometry.kv_lora_rank, cfg.geometry.row_dim) != (KV_LORA_RANK, ROW_DIM):
             raise ArgumentError("cfg.geometry", f"kv_lora_rank {KV_LORA_RANK} and rows of {ROW_DIM}", cfg.geometry)
@@ -104,7 +107,9 @@ class VerifyRuntime:
             "max_nodes": cfg.max_nodes,
         }
         try:
-            self._coordinator = Coordinator(self._group, "attention", options, num_slots=cfg.num_slots, tp=cfg.tp)
+            self._coordinator = Coordinator(
+                self._group, "attention", options, num_slots=cfg.num_slots, tp=cfg.tp, max_restarts=max_restarts
+            )
         except BaseException:
             if self._owned:
                 group.close()

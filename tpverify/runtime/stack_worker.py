@@ -86,6 +86,7 @@ class StackWorker:
         self._choices = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._answer = torch.zeros(most, dtype=torch.int64, pin_memory=pinned)
         self._read_answer = self._answer.numpy()
+        self._downloads = {bucket: (self._answer[: bucket.nodes], self._choices[: bucket.nodes]) for bucket in buckets}
         self._clock = StageClock(self.device)
         self._layers = Graphs(self._run_layers, buckets)
         self._head = Graphs(self._run_head, buckets)
@@ -146,16 +147,17 @@ class StackWorker:
         self._layers.replay(bucket)
         self._clock.mark("layers")
         self._head.replay(bucket)
-        self._answer[:nodes].copy_(self._choices[:nodes], non_blocking=True)
+        answer, choices = self._downloads[bucket]
+        answer.copy_(choices, non_blocking=True)
         self._clock.mark("head")
         children = [_children(request) for request in requests]  # while the GPU is busy
         self.comm.wait()
         if self.comm.rank != 0:
             return None
         start, first, found = time.perf_counter(), 0, []
-        choices = self._read_answer[:nodes].tolist()
+        chosen = self._read_answer[:nodes].tolist()
         for request, below in zip(requests, children, strict=True):
-            path, bonus = _walk(below, choices, first)
+            path, bonus = _walk(below, chosen, first)
             found.append(DecodedRequest(array("i", path).tobytes(), bonus, b"", b""))
             first += len(request)
         accept = time.perf_counter() - start

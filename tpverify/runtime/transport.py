@@ -17,11 +17,12 @@ CALLS = "calls"  # the actor's concurrency group for RayTransport
 class Transport(Protocol):
     """One message in flight a rank. A rank that is gone never answers: whoever waits looks after the ranks too."""
 
-    def start(self, actors: Sequence[Any]) -> list[Any]:
-        """Make the ranks serve. Returns a Ray reference a rank that is ready only when the rank has ended."""
+    def start(self, rank: int, actor: Any) -> Any:
+        """Make the actor serve as this rank, in the place of an earlier one if there was. Returns a Ray reference that
+        is ready only when the actor has ended."""
 
     def settled(self) -> None:
-        """Called once, when every rank has answered for the first time."""
+        """Called when all that were started have answered for the first time."""
 
     def send(self, rank: int, message: Sequence[Frame]) -> None: ...
 
@@ -35,13 +36,10 @@ class ZmqTransport:
     """A PAIR socket a rank over ipc://, bound by the rank in a private directory that lives only until all have met."""
 
     def __init__(self, size: int) -> None:
-        self._directory = tempfile.mkdtemp(prefix="tpverify-")  # mode 0700
+        self._directory: str | None = None
         self._context = zmq.Context(io_threads=1)
-        self._sockets = [self._connect(self._path(rank)) for rank in range(size)]
+        self._sockets: list[Any] = [None] * size
         self._timeouts_ms = [-1] * size  # of receiving, as the sockets have them
-
-    def _path(self, rank: int) -> str:
-        return "ipc://" + os.path.join(self._directory, str(rank))
 
     def _connect(self, endpoint: str) -> zmq.Socket:
         socket = self._context.socket(zmq.PAIR)
@@ -50,11 +48,19 @@ class ZmqTransport:
         socket.connect(endpoint)
         return socket
 
-    def start(self, actors: Sequence[Any]) -> list[Any]:
-        return [actor.run.remote(self._path(rank)) for rank, actor in enumerate(actors)]
+    def start(self, rank: int, actor: Any) -> Any:
+        if self._directory is None:
+            self._directory = tempfile.mkdtemp(prefix="tpverify-")  # mode 0700
+        if self._sockets[rank] is not None:
+            self._sockets[rank].close(linger=0)
+        endpoint = "ipc://" + os.path.join(self._directory, str(rank))
+        self._sockets[rank], self._timeouts_ms[rank] = self._connect(endpoint), -1
+        return actor.run.remote(endpoint)
 
     def settled(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)  # connections stay; a killed driver leaves nothing behind
+        if self._directory is not None:  # connections stay; a killed driver leaves nothing behind
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
 
     def send(self, rank: int, message: Sequence[Frame]) -> None:
         _send(self._sockets[rank], message)
@@ -70,19 +76,19 @@ class ZmqTransport:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self.settled()
 
 
 class RayTransport:
     """Ray actor calls. Several times slower a step than sockets, and nothing of ours in between."""
 
     def __init__(self, size: int) -> None:
-        self._actors: Sequence[Any] = []
+        self._actors: list[Any] = [None] * size
         self._answers: list[Any] = [None] * size
 
-    def start(self, actors: Sequence[Any]) -> list[Any]:
-        self._actors = actors
-        return [actor.idle.remote() for actor in actors]
+    def start(self, rank: int, actor: Any) -> Any:
+        self._actors[rank] = actor
+        return actor.idle.remote()
 
     def settled(self) -> None:
         pass
