@@ -102,7 +102,7 @@ def test_steps_are_those_of_the_stack_fed_by_hand(worker: stack_worker.StackWork
             assert np.frombuffer(got.path, "<i4").tolist() == want.path.tolist() and got.bonus == want.bonus
             log.commit(seq, want.path)
         assert torch.equal(worker.pool[:, 1:], pool[:, 1:]), "rows of the trees, and no others but the sink's"
-        assert set(result.seconds) == {"plan", "upload", "layers", "head", "accept"}
+        assert set(result.seconds) == {"plan", "layers", "head", "accept"}
         assert min(result.seconds.values()) > 0
         msgspec.msgpack.encode(result)
     assert worker.handle(ContentDigest(one), [], apply(log, replica))[0] != fresh

@@ -162,6 +162,8 @@ class CudaPlan:
         self._tables = RequestTables(max_batch, max_nodes, max_tokens, device, StagingRing())
         self._requests = VerifyRequests(*self._tables.pointers(), max_batch, max_nodes, max_tokens)
         self._split = self._split_of(16, 16)
+        with torch.cuda.device(device):
+            self._plan_params = VerifyPlanParams(**self._common())
         self._captured_nodes: int | None = None
         self.nodes = 0
 
@@ -188,7 +190,9 @@ class CudaPlan:
         with torch.cuda.device(self.device):
             self._tables.upload(requests)
             if self.kernel == "cuda":
-                call("tpv_verify_plan", VerifyPlanParams(**self._common()))
+                self._plan_params.split = self._split
+                self._plan_params.stream = torch.cuda.current_stream().cuda_stream
+                call("tpv_verify_plan", self._plan_params)
         self.nodes = total
 
     def _common(self) -> dict[str, Any]:

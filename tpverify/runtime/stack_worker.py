@@ -1,4 +1,4 @@
-"""The attention stack on one GPU rank: a step is one upload, two CUDA graphs and one small download."""
+"""The attention stack on one GPU rank: a step is its tables' upload, two CUDA graphs and one small download."""
 
 import time
 from array import array
@@ -50,8 +50,8 @@ class StackWorker:
     prefix of a text that nobody had to compute.
 
     Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds for "plan" (the tables,
-    packed, copied and planned), "upload" (of tokens), "layers", "head" (the argmax, after the product if "gemm" is
-    among the parts) and "accept" (the walk, on the host).
+    packed, copied and planned, and the nodes' rows packed), "layers" (these rows copied, too), "head" (the argmax,
+    after the product if "gemm" is among the parts) and "accept" (the walk, on the host).
     """
 
     def __init__(self, comm: GpuComm, device: str, options: dict[str, Any]) -> None:
@@ -73,12 +73,8 @@ class StackWorker:
         pinned = self.device.type == "cuda"
         self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=self.device)
         self._packed = torch.zeros(3 * most, dtype=torch.int64, pin_memory=pinned)
-        # As a step writes and copies them: numpy's views, and cuts made once, for torch's calls take tens of
-        # microseconds when its code has left the caches since the step before.
-        self._cuts = {
-            bucket: (self._packed[:size].view(3, -1).numpy(), self._packed[:size], self._inputs[:size])
-            for bucket, size in ((bucket, 3 * bucket.nodes) for bucket in buckets)
-        }
+        # As a step writes them.
+        self._rows = {bucket: self._packed[: 3 * bucket.nodes].view(3, -1).numpy() for bucket in buckets}
         self._hidden = torch.zeros(most, config.hidden_size, dtype=torch.bfloat16, device=self.device)
         self._parts = shape.parts
         self._logits = torch.zeros(most, config.vocab_size, dtype=torch.bfloat16, device=self.device)
@@ -117,7 +113,10 @@ class StackWorker:
         def attend(layer: int, q: Tensor, out: Tensor) -> None:
             plan.run(q, self.pool[layer], out, self._lse[:n], scale)
 
-        tokens, positions, rows = self._inputs[: 3 * n].view(3, n)
+        # Part of the graph: one more call of torch takes tens of microseconds in code that has left the caches since
+        # the step before.
+        inputs = self._inputs[: 3 * n].copy_(self._packed[: 3 * n], non_blocking=True)
+        tokens, positions, rows = inputs.view(3, n)
         hidden = self.stack(buffers, tokens, positions, rows, self.pool, attend, self._gather)
         self._hidden[:n] = hidden
 
@@ -140,10 +139,9 @@ class StackWorker:
             self._check(request)
         nodes = sum(map(len, requests))
         bucket = self._layers.bucket_for(len(requests), nodes)
+        self._pack(bucket, requests)
         self._plans[bucket].take([request.verify for request in requests])
         self._clock.mark("plan")
-        self._upload(bucket, requests)
-        self._clock.mark("upload")
         self._layers.replay(bucket)
         self._clock.mark("layers")
         self._head.replay(bucket)
@@ -169,12 +167,12 @@ class StackWorker:
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise ValueError(f"tokens: expected ids below {vocab_size}, got {max(tokens)}")
 
-    def _upload(self, bucket: Bucket, requests: list[StepRequest]) -> None:
+    def _pack(self, bucket: Bucket, requests: list[StepRequest]) -> None:
         """Tokens, positions and pool rows of all nodes; padding is token 0 at position 0, written to slot 0.
 
-        The copy of the step before has been waited for, as every step is.
+        What copied them in the step before has been waited for, as every step is.
         """
-        packed, source, target = self._cuts[bucket]
+        packed = self._rows[bucket]
         row = 0
         for request in requests:
             rows = slice(row, row := row + len(request))
@@ -183,7 +181,6 @@ class StackWorker:
             packed[1, rows] += request.committed
             packed[2, rows] = request.slots
         packed[:, row:] = 0
-        target.copy_(source, non_blocking=True)
 
 
 Children = dict[tuple[int, int], int]  # a node by its parent and its token, the root included
