@@ -3,6 +3,7 @@
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import stack_step  # noqa: E402
 import stage_table  # noqa: E402
 
+from tpverify.kv.log import KvLog  # noqa: E402
+from tpverify.kv.pacer import Pacer  # noqa: E402
+from tpverify.runtime.messages import Decode  # noqa: E402
 from tpverify.tree import DraftTree  # noqa: E402
 
 
@@ -58,6 +62,24 @@ def test_shares_of_the_deep_step() -> None:
     }  # fmt: skip
     assert row["other_share"] == pytest.approx(1 - 11540 / 12500) and (row["p50_ms"], row["p99_ms"]) == (12.5, 13.0)
     assert row["gather"] == {"in_step_us": 550.0, "alone_us": 500.0, "layers": 61, "bytes_a_rank": 32 * 32 * 128 * 2}
+
+
+def test_nothing_moves_by_itself_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that lack a part compute rows that differ, and those are compared when they move."""
+
+    class Still:
+        def __init__(self, group: None, kind: str, options: dict, *, num_slots: int) -> None:
+            self.log, self.pacer, self.steps = KvLog(num_slots, 1), Pacer(), 0
+
+        def step(self, work: Decode) -> list[SimpleNamespace]:
+            self.pacer.step(1e3)
+            assert not self.pacer.due()
+            self.steps += 1
+            path = np.zeros(1, "<i4").tobytes()
+            return [SimpleNamespace(result=lambda: ([(path, 0)], {"layers": 0.0}))]
+
+    monkeypatch.setattr(stack_step, "Coordinator", Still)
+    assert stack_step.run(None, ("gather",), 20)["p50_ms"] > 0  # type: ignore[arg-type]
 
 
 def test_its_trees_are_trees() -> None:

@@ -234,23 +234,38 @@ def test_every_struct_of_the_header_has_a_mirror():
     assert set(re.findall(r"^} (tpv_\w+);", header, re.M)) - {"tpv_status", "tpv_dtype", "tpv_kernel"} == set(MIRRORS)
 
 
+# Between the host library and this package alone.
+OWN_MIRRORS = {
+    "tpv_place_params": native.PlaceParams,
+    "tpv_call": native.Call,
+    "tpv_replay_params": native.ReplayParams,
+}
+
+
 @needs_compiler
-def test_ctypes_mirrors_have_the_layout_of_the_header(tmp_path):
-    """Compiled as C99 with every warning an error, which the header promises."""
+@pytest.mark.parametrize(
+    ("command", "header", "mirrors"),
+    [
+        # As C99 with every warning an error, which the header promises.
+        (["cc", "-xc", "-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror"], "tpverify.h", MIRRORS),
+        (["c++", "-xc++", "-std=c++20"], "host/replay.h", OWN_MIRRORS),
+    ],
+    ids=["c abi", "own"],
+)
+def test_ctypes_mirrors_have_the_layout_of_the_header(tmp_path, command, header, mirrors):
     lines = []
-    for name, mirror in MIRRORS.items():
+    for name, mirror in mirrors.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
         for field, *_ in mirror._fields_:
             size = f"sizeof((({name}*)0)->{field})"
             lines.append(f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), {size});')
     lines.append('printf("abi %d\\n", TPV_ABI_VERSION);')
-    program = "#include <stddef.h>\n#include <stdio.h>\n#include <tpverify.h>\nint main(void) {\n%s\nreturn 0;\n}\n"
-    (tmp_path / "offsets.c").write_text(program % "\n".join(lines))
-    flags = ["-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror", f"-I{ROOT / 'csrc'}"]
-    subprocess.run(["cc", *flags, "offsets.c", "-o", "offsets"], cwd=tmp_path, check=True, timeout=60)
-    printed = subprocess.run([tmp_path / "offsets"], check=True, capture_output=True, text=True, timeout=60).stdout
+    program = "#include <stddef.h>\n#include <stdio.h>\n#include <%s>\nint main(void) {\n%s\nreturn 0;\n}\n"
+    (tmp_path / "offsets").write_text(program % (header, "\n".join(lines)))
+    subprocess.run([*command, f"-I{ROOT / 'csrc'}", "offsets", "-o", "run"], cwd=tmp_path, check=True, timeout=60)
+    printed = subprocess.run([tmp_path / "run"], check=True, capture_output=True, text=True, timeout=60).stdout
     expected = []
-    for name, mirror in MIRRORS.items():
+    for name, mirror in mirrors.items():
         expected.append(f"{name} {ctypes.sizeof(mirror)}")
         for field, *_ in mirror._fields_:
             place = getattr(mirror, field)

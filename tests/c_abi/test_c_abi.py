@@ -56,7 +56,8 @@ def test_wrong_arguments_give_a_status_and_a_message(program):
 @needs_library
 def test_every_declared_function_is_in_its_library():
     host = native.find(native.HOST_LIBRARY)
-    declared = set(re.findall(r"^TPV_API .*?\b(tpv_\w+)\(", (CSRC / "tpverify.h").read_text(), re.M))
+    headers = "".join((CSRC / name).read_text() for name in ("tpverify.h", "host/replay.h"))
+    declared = set(re.findall(r"^TPV_API .*?\b(tpv_\w+)\(", headers, re.M))
     found = set()
     for library in filter(None, (host, LIBRARY)):
         listed = subprocess.run(["nm", "-D", "--defined-only", library], check=True, capture_output=True, text=True)
