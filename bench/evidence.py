@@ -13,8 +13,9 @@ import math
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cubins
 from verify_case import SHAPES
@@ -72,52 +73,46 @@ def gpu_tests() -> set[str]:
     return {name for text in marked for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
 
 
-def problems(
-    found: dict[str, Any],
-    toolkit: str | None,
-    built: dict[str, dict[str, str]],
-    now: dict[str, str],
-    tests: set[str],
-) -> list[str]:
-    """Why the evidence does not hold for this checkout. toolkit, built: as fresh_cubins; now: as sources()."""
-    missing = missing_sections(found, SECTIONS)
-    return missing or unsound(found, toolkit, built, now, tests) + row_problems(found["rows"])
+class Checkout(NamedTuple):
+    """What evidence has to be of. toolkit, built: as fresh_cubins; sources: as sources(); tests: the names of the test
+    functions that have to have passed."""
+
+    toolkit: str | None
+    built: dict[str, dict[str, str]]
+    sources: dict[str, str]
+    tests: set[str]
 
 
-def missing_sections(found: dict[str, Any], sections: dict[str, type]) -> list[str]:
-    return [f"{name} is missing or no {kind.__name__}" for name, kind in sections.items()
-            if not isinstance(found.get(name), kind)]  # fmt: skip
+def problems(found: dict[str, Any], checkout: Checkout) -> list[str]:
+    """Why the evidence does not hold for this checkout."""
+    return unsound(found, SECTIONS, checkout, lambda: row_problems(found["rows"]))
 
 
 def unsound(
-    found: dict[str, Any],
-    toolkit: str | None,
-    built: dict[str, dict[str, str]],
-    now: dict[str, str],
-    tests: set[str],
+    found: dict[str, Any], sections: dict[str, type], checkout: Checkout, own: Callable[[], list[str]]
 ) -> list[str]:
-    """What is wrong with any evidence: it was changed by hand, is stale, or lacks a passed test."""
-    broken = (
-        []
-        if found.get("seal") == seal(found)
-        else ["the seal is broken: the file was changed after the suite wrote it"]
-    )
-    return broken + stale(found, toolkit, built, now) + not_passed(found["tests"], tests)
+    """What is wrong with any evidence: a section is missing, it was changed by hand, is stale, or lacks a passed test;
+    then its own problems."""
+    missing = [f"{name} is missing or no {kind.__name__}" for name, kind in sections.items()
+               if not isinstance(found.get(name), kind)]  # fmt: skip
+    if missing:
+        return missing
+    sealed = found.get("seal") == seal(found)
+    broken = [] if sealed else ["the seal is broken: the file was changed after the suite wrote it"]
+    return broken + stale(found, checkout) + not_passed(found["tests"], checkout.tests) + own()
 
 
-def stale(
-    found: dict[str, Any], toolkit: str | None, built: dict[str, dict[str, str]], now: dict[str, str]
-) -> list[str]:
+def stale(found: dict[str, Any], checkout: Checkout) -> list[str]:
     """What has changed since it ran."""
     wrong = []
-    if toolkit == found["toolkit"]:
-        for arch in sorted(set(built) | set(found["cubins"])):
-            ran, have = found["cubins"].get(arch, {}), built.get(arch, {})
+    if checkout.toolkit == found["toolkit"]:
+        for arch in sorted(set(checkout.built) | set(found["cubins"])):
+            ran, have = found["cubins"].get(arch, {}), checkout.built.get(arch, {})
             differing = sorted(kernel for kernel in set(ran) | set(have) if ran.get(kernel) != have.get(kernel))
             wrong += [f"stale: {arch} {kernel} is not what ran" for kernel in differing]
-    elif found["sources"].get("csrc") != now["csrc"]:
+    elif found["sources"].get("csrc") != checkout.sources["csrc"]:
         wrong.append(f"stale: csrc has changed (no nvcc {found['toolkit']} here to compare the machine code)")
-    if found["sources"].get("tpverify/ops") != now["tpverify/ops"]:
+    if found["sources"].get("tpverify/ops") != checkout.sources["tpverify/ops"]:
         wrong.append("stale: tpverify/ops has changed")
     return wrong
 
@@ -193,7 +188,7 @@ def main() -> int:
     wrong = [
         f"{name}: {problem}"
         for name, found in evidence.items()
-        for problem in problems(found, toolkit, built, sources(), gpu_tests())
+        for problem in problems(found, Checkout(toolkit, built, sources(), gpu_tests()))
     ]
     for document in map(Path, sys.argv[1:]):
         document.write_text(requote(document.read_text(), evidence))

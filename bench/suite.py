@@ -75,7 +75,7 @@ def main() -> int:
         }
         print(evidence.write(found, args.results))
         found["seal"] = evidence.seal(found)
-        wrong = evidence.problems(found, toolkit, hashes, evidence.sources(), evidence.gpu_tests())
+        wrong = evidence.problems(found, evidence.Checkout(toolkit, hashes, evidence.sources(), evidence.gpu_tests()))
         print(evidence.quote(found))
         if torch.cuda.device_count() > 1:
             import suite_ranks

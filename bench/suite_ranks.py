@@ -61,17 +61,9 @@ def needed_tests() -> set[str]:
     return {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
 
 
-def problems(
-    found: dict[str, Any],
-    toolkit: str | None,
-    built: dict[str, dict[str, str]],
-    now: dict[str, str],
-    tests: set[str],
-) -> list[str]:
-    """Why the evidence does not hold for this checkout. Arguments as of evidence.problems."""
-    if missing := evidence.missing_sections(found, SECTIONS):
-        return missing
-    return evidence.unsound(found, toolkit, built, now, tests) + ([] if found["faults"] else ["no fault was recorded"])
+def problems(found: dict[str, Any], checkout: evidence.Checkout) -> list[str]:
+    """Why the evidence does not hold for this checkout."""
+    return evidence.unsound(found, SECTIONS, checkout, lambda: [] if found["faults"] else ["no fault was recorded"])
 
 
 def quote(found: dict[str, Any]) -> str:
@@ -127,7 +119,7 @@ def collect(library: Path, folder: Path, results: Path) -> list[str]:
     print(evidence.write(found, results, f"-x{gpu['count']}"))
     found["seal"] = evidence.seal(found)
     print(quote(found))
-    return problems(found, toolkit, hashes, evidence.sources(), needed_tests())
+    return problems(found, evidence.Checkout(toolkit, hashes, evidence.sources(), needed_tests()))
 
 
 def main() -> int:

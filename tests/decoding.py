@@ -86,7 +86,9 @@ class Ranks:
             replica, worker = self.replicas[rank], self.workers[rank]
             replica.apply(first, entries)
             for src, dst in replica.take_moves():
-                worker.move(src, dst, replica)
+                worker.kept.move(src, dst, replica)
+            if isinstance(work, ContentDigest):
+                return worker.kept.answer(work, replica)
             return None if isinstance(work, Ping) else worker.handle(work, [], replica)[0]
 
         answers = self._together(len(self.workers), answer)

@@ -45,7 +45,7 @@ def recorded() -> dict:
 
 
 def problems(found: dict, toolkit: str | None = "13.0.88", built: dict = BUILT, now: dict = NOW) -> list[str]:
-    return evidence.problems(found, toolkit, built, now, TESTS)
+    return evidence.problems(found, evidence.Checkout(toolkit, built, now, TESTS))
 
 
 def test_evidence_that_holds() -> None:
@@ -165,7 +165,9 @@ def test_recorded_evidence_is_of_these_kernels(found: dict[str, dict]) -> None:
     toolkit, built = evidence.fresh_cubins() if found else (None, {})
     for name, one in found.items():
         assert name == evidence.slug(one["gpu"]["name"])
-        assert evidence.problems(one, toolkit, built, evidence.sources(), evidence.gpu_tests()) == [], name
+        assert (
+            evidence.problems(one, evidence.Checkout(toolkit, built, evidence.sources(), evidence.gpu_tests())) == []
+        ), name
 
 
 def test_documents_quote_the_evidence_and_nothing_else(found: dict[str, dict]) -> None:

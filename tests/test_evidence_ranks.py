@@ -44,7 +44,7 @@ def recorded() -> dict:
 
 
 def problems(found: dict) -> list[str]:
-    return suite_ranks.problems(found, "13.0.88", BUILT, NOW, TESTS)
+    return suite_ranks.problems(found, evidence.Checkout("13.0.88", BUILT, NOW, TESTS))
 
 
 def test_faults_are_read_from_a_junit_report() -> None:
@@ -115,7 +115,10 @@ def test_recorded_evidence_is_of_these_kernels() -> None:
     toolkit, built = evidence.fresh_cubins() if found else (None, {})
     for name, one in found.items():
         assert name == f"{evidence.slug(one['gpu']['name'])}-x{one['gpu']['count']}"
-        assert suite_ranks.problems(one, toolkit, built, evidence.sources(), suite_ranks.needed_tests()) == [], name
+        assert (
+            suite_ranks.problems(one, evidence.Checkout(toolkit, built, evidence.sources(), suite_ranks.needed_tests()))
+            == []
+        ), name
     for document in (ROOT / "README.md", *sorted((ROOT / "plans").glob("*.md"))):
         text = document.read_text()
         assert suite_ranks.requote(text, found) == text, document

@@ -10,7 +10,7 @@ from test_decoder import Meeting
 from tpverify import native
 from tpverify.config import MlaGeometry
 from tpverify.model.checkpoint import load_checkpoint
-from tpverify.model.cpu_step import KEPT, RECORDED_NODES, CpuSteps
+from tpverify.model.cpu_step import KEPT, RECORDED_NODES, CpuSteps, Target
 from tpverify.model.decoder import Decoder
 from tpverify.model.parallel import TensorParallel
 from tpverify.ops.attention import VerifyRequest
@@ -32,7 +32,7 @@ class Rank:
         self.decoder = Decoder(config, tensors, group)
         self.pool = torch.randn(config.num_hidden_layers, SLOTS, 576, generator=torch.Generator().manual_seed(0))
         self.hidden, self.features = torch.zeros(SLOTS, 256), torch.zeros(SLOTS, 512)
-        self.steps = CpuSteps(self.decoder, self.pool, self.hidden, self.features, LAYERS)
+        self.steps = CpuSteps(Target(self.decoder, self.pool, self.hidden, self.features, LAYERS))
 
     def layer_by_layer(self, trees, prefixes, slots):
         config = self.decoder.config

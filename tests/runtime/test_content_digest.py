@@ -221,7 +221,7 @@ def test_a_layer_that_one_rank_does_not_move_and_does_not_look_at(world: World) 
         worker.pool[:1, dst] = worker.pool[:1, src]
         return content_digest(worker.kept.hashes(dst))
 
-    worker.move = lazy
+    worker.kept.move = lazy
     world.log.defrag(256)
     with pytest.raises(RankFailure) as failure:
         world.runtime.digests()
@@ -233,8 +233,8 @@ def test_a_layer_that_one_rank_does_not_move_and_does_not_look_at(world: World) 
 def test_moves_that_a_rank_did_before_are_no_difference(world: World) -> None:
     """A step that some ranks do again answers nothing about moves: what counts is what lies there."""
     worker: Any = world.group.servers[1].worker
-    kept = worker.kept
-    worker.move = lambda src, dst, replica: kept.move(src, dst, replica) and "again"
+    move = worker.kept.move
+    worker.kept.move = lambda src, dst, replica: move(src, dst, replica) and "again"
     assert world.runtime.defrag().moves > 10
     assert world.runtime.check_content() == 51
 

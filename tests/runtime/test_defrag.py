@@ -139,7 +139,7 @@ def test_a_row_that_is_not_what_it_was_is_named(monkeypatch: pytest.MonkeyPatch)
     replica.apply(1, [Open(7), Append(7, int32(3, 4, 6)), Move(int32(4, 9, 1, 6, 10, 1))])
     whole = worker.pool[:, [3, 4, 6]].clone()
     ((src, dst),) = replica.take_moves()
-    worker.move(src, dst, replica)
+    worker.kept.move(src, dst, replica)
     assert torch.equal(worker.pool[:, [3, 9, 10]], whole)
 
     def lower_layer(pool: torch.Tensor, src: np.ndarray, dst: np.ndarray) -> None:
@@ -148,4 +148,4 @@ def test_a_row_that_is_not_what_it_was_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tpverify.runtime.moves.move_rows", lower_layer)
     replica.apply(4, [Move(int32(10, 12, 1))])
     with pytest.raises(RuntimeError, match="slot 12, read by sequence 7 at position 2"):
-        worker.move(*replica.take_moves()[0], replica)
+        worker.kept.move(*replica.take_moves()[0], replica)

@@ -17,9 +17,11 @@ from tpverify.kv.replica import Replica
 from tpverify.runtime import comm, recovery
 from tpverify.runtime.comm import SocketComm
 from tpverify.runtime.coordinator import Coordinator
-from tpverify.runtime.messages import Refill
+from tpverify.runtime.engine import Engine
+from tpverify.runtime.messages import Ping, Refill
 from tpverify.runtime.moves import Kept
 from tpverify.runtime.rank import TABLES
+from tpverify.runtime.ranks import RankGroup
 from tpverify.runtime.runtime import Draft, VerifyRuntime
 from tpverify.tree.accept import Accept
 from tpverify.tree.draft_tree import DraftTree
@@ -243,5 +245,25 @@ def test_what_is_told_of_a_recovery(undisturbed: list[torch.Tensor], caplog: pyt
 
 @pytest.mark.parametrize("restarts", [-1, 1.0, True, None])
 def test_bad_numbers_of_restarts(restarts: Any) -> None:
-    with ThreadRanks(1) as group, pytest.raises(ArgumentError, match="^max_restarts: expected an int from 0"):
-        Coordinator(group, TABLES, {}, num_slots=8, max_restarts=restarts)
+    expected = "^max_restarts: expected an int from 0"
+    with ThreadRanks(1) as group:
+        earlier = Coordinator(group, TABLES, {}, num_slots=8)
+        with pytest.raises(ArgumentError, match=expected):
+            Coordinator(group, TABLES, {}, num_slots=8, max_restarts=restarts)
+        earlier.step(Ping())
+        with pytest.raises(ArgumentError, match=expected):
+            VerifyRuntime(config(1), group=group, max_restarts=restarts)
+        with pytest.raises(ArgumentError, match=expected):
+            Engine("tiny", 1, device="cpu", group=group, max_restarts=restarts)
+        earlier.step(Ping())
+
+
+@pytest.mark.parametrize("restarts", [-1, "3"])
+def test_bad_numbers_of_restarts_start_no_rank(restarts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankGroup, "__init__", lambda *_, **__: pytest.fail("ranks were started"))
+    for build in (
+        lambda: VerifyRuntime(config(1), max_restarts=restarts),
+        lambda: Engine("tiny", 1, device="cpu", max_restarts=restarts),
+    ):
+        with pytest.raises(ArgumentError, match="^max_restarts: expected an int from 0"):
+            build()

@@ -91,7 +91,7 @@ def test_steps_are_those_of_the_stack_fed_by_hand(worker: stack_worker.StackWork
     log.append(two, 3)
     chain = DraftTree.chain(draw.integers(0, 40, 7))
     fan = DraftTree.from_parents([*draw.integers(0, 40, 2), 1, 2, 3], [-1, 0, 1, 1, 1])
-    fresh, _ = worker.handle(ContentDigest(one), [], apply(log, replica))
+    fresh = worker.kept.answer(ContentDigest(one), apply(log, replica))
     for trees in ({one: chain}, {one: chain, two: fan}, {two: chain}):
         for seq, tree in trees.items():
             log.draft(seq, len(tree))
@@ -105,7 +105,7 @@ def test_steps_are_those_of_the_stack_fed_by_hand(worker: stack_worker.StackWork
         assert set(result.seconds) == {"plan", "layers", "head", "accept"}
         assert min(result.seconds.values()) > 0
         msgspec.msgpack.encode(result)
-    assert worker.handle(ContentDigest(one), [], apply(log, replica))[0] != fresh
+    assert worker.kept.answer(ContentDigest(one), apply(log, replica)) != fresh
 
 
 def test_what_it_does_not_do(worker: stack_worker.StackWorker) -> None:

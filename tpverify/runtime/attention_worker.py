@@ -16,7 +16,7 @@ from tpverify.ops.staging import Request
 from tpverify.runtime.comm import Comm
 from tpverify.runtime.device import latent_pool
 from tpverify.runtime.frames import frame_of, tensor_of
-from tpverify.runtime.messages import Attend, ContentDigest, Frame, RowHashes, TreeRequest, Work, Write
+from tpverify.runtime.messages import Attend, Frame, TreeRequest, Work, Write
 from tpverify.runtime.moves import Kept
 from tpverify.runtime.stages import StageClock
 
@@ -61,12 +61,7 @@ class AttentionWorker:
         if isinstance(work, Attend):
             replies = self._attend(work, frames, replica)
             return self._clock.seconds(), replies
-        if isinstance(work, ContentDigest | RowHashes):
-            return self.kept.answer(work, replica), []
         raise TypeError(f"an attention rank cannot do {type(work).__name__}")
-
-    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
-        return self.kept.move(src, dst, replica)
 
     def _write(self, work: Write, frames: list[memoryview], replica: Replica) -> list[Frame]:
         slots = replica.prefix_slots(work.seq)[work.start : work.start + work.count]

@@ -20,7 +20,7 @@ from tpverify.kv.pacer import Pacer
 from tpverify.kv.slots import LIVE, NO_SLOTS, Slots
 from tpverify.runtime.messages import Configure, Frame, Ping, RowHashes, Step, Work, Write
 from tpverify.runtime.ranks import RENDEZVOUS, START_DEADLINE_S, Answer, RankGroup
-from tpverify.runtime.recovery import Recovered, Recovery
+from tpverify.runtime.recovery import Recovered, Recovery, checked_restarts, require_tables
 
 SCATTERED = 16  # extents: a chain of more is brought together by itself, to GOAL or fewer
 ROWS_AT_ONCE = 4096  # of a wave of moves that nobody asked for
@@ -50,6 +50,7 @@ class Coordinator:
         max_restarts: int = 0,
     ) -> None:
         check_type("group", group, RankGroup, "a RankGroup or None")
+        max_restarts = checked_restarts(max_restarts)
         self.group = group
         self.tp = group.size if tp is None else check_int("tp", tp, 1, group.size)
         self._log, self._num_slots = KvLog(num_slots, max_sequences), num_slots
@@ -62,7 +63,7 @@ class Coordinator:
             configure = Configure(self.tp, num_slots, kind, options, os.path.join(directory, RENDEZVOUS))
             self._recovery = Recovery(group, configure, self._log, 0)
             self._step(configure, (), None, START_DEADLINE_S)
-        self._recovery = Recovery(group, configure, self._log, check_int("max_restarts", max_restarts, 0, 2**31 - 1))
+        self._recovery = Recovery(group, configure, self._log, max_restarts)
 
     @property
     def live(self) -> bool:
@@ -190,11 +191,8 @@ class Coordinator:
         step = Step(self.steps, first, entries, work)
         with self.group.closed_by_failure():
             answers, recovered = self._recovery.step(step, frames, own, deadline_s)
-        self._answered = expected = self._log.digest()  # before the acknowledgement, which may add an entry
-        for rank, (reply, _) in enumerate(answers):
-            if reply.digest != expected:
-                cause = f"its tables diverged: digest {reply.digest}, the coordinator's is {expected}"
-                raise self.group.fail(rank, self.steps, cause)
+            self._answered = self._log.digest()  # before the acknowledgement, which may add an entry
+            require_tables(enumerate(answer.reply for answer in answers), self.steps, self._answered)
         self._log.acknowledge()
         if len({answer.reply.moved for answer in answers}) > 1 or recovered:  # the second time, nothing moves
             moves = [entry.pairs(self._num_slots)[1] for entry in entries if isinstance(entry, Move)]

@@ -1,6 +1,7 @@
 """The target model on one rank, and on rank 0 its choices and the drafter: one decode step, one answer."""
 
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from tpverify.config import MAX_NODES, MlaGeometry
 from tpverify.kv.log import Replica
 from tpverify.model.checkpoint import load_checkpoint
 from tpverify.model.cpu_drafter import CpuDrafter
-from tpverify.model.cpu_step import CpuSteps
+from tpverify.model.cpu_step import CpuSteps, Target
 from tpverify.model.decoder import Decoder
 from tpverify.model.drafter import Drafter
 from tpverify.model.gpu_accept import rank_tokens
@@ -23,7 +24,6 @@ from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import SocketComm
 from tpverify.runtime.frames import digest_of, frame_of
 from tpverify.runtime.messages import (
-    ContentDigest,
     Decode,
     Decoded,
     DecodedRequest,
@@ -31,7 +31,6 @@ from tpverify.runtime.messages import (
     Frame,
     HiddenDigest,
     HiddenStates,
-    RowHashes,
     Work,
 )
 from tpverify.runtime.moves import Kept
@@ -71,17 +70,15 @@ class DecoderWorker:
             self.drafter = CpuDrafter(drafter, config.max_position_embeddings)
             self.features = torch.zeros(shape.num_slots, self.drafter.feature_dim)
             self.context = torch.zeros(shape.num_slots, self.drafter.context_dim)
-            # Context rows are rank 0's, which drafts.
-            derive = self._derive if comm.rank == 0 else None
+            # Context rows are rank 0's, which drafts. (Not a method: the pool would wait for the cycle collector.)
+            self._write_context = partial(_write_context, self.drafter, self.features, self.context)
+            derive = self._write_context if comm.rank == 0 else None
             self.kept = Kept(self.pool, self.hidden, self.features, own=(self.context,), derive=derive)
         self.layers = () if self.drafter is None else self.drafter.feature_layers
         self.steps = None
         if host.takes(self.pool[0], config.kv_lora_rank):
             features = None if self.drafter is None else self.features
-            self.steps = CpuSteps(self.decoder, self.pool, self.hidden, features, self.layers)
-
-    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
-        return self.kept.move(src, dst, replica)
+            self.steps = CpuSteps(Target(self.decoder, self.pool, self.hidden, features, self.layers))
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
@@ -91,14 +88,7 @@ class DecoderWorker:
         if isinstance(work, HiddenStates):
             rows = self.hidden[_long(replica.prefix_slots(work.seq)[: work.count])]
             return None, [frame_of(rows)] if self.comm.rank == 0 else []
-        if isinstance(work, ContentDigest | RowHashes):
-            return self.kept.answer(work, replica), []
         raise TypeError(f"a decoder rank cannot do {type(work).__name__}")
-
-    def _derive(self, slots: Tensor, first: int) -> None:
-        """Context rows of committed positions first, first + 1, ..."""
-        assert self.drafter is not None
-        self.context[slots] = self.drafter.context(self.features[slots], first)
 
     def _decode(self, work: Decode, replica: Replica) -> Decoded | None:
         trees = [_tree(request) for request in work.requests]
@@ -161,7 +151,7 @@ class DecoderWorker:
         Context rows are written for whoever drafts after these tokens, if only a later sequence.
         """
         if self.drafter is not None:
-            self.context[path] = self.drafter.context(self.features[path], len(prefix))
+            self._write_context(path, len(prefix))
         if self.drafter is None or request.candidates == 0:
             return np.empty(0, np.float32), np.empty(0, np.int64)
         committed = len(prefix) + len(path)
@@ -169,6 +159,11 @@ class DecoderWorker:
         logits = self.drafter(self.context[window], bonus, committed)
         logprobs, token_ids = rank_tokens(logits, request.candidates)
         return logprobs.numpy(), token_ids.numpy()
+
+
+def _write_context(drafter: CpuDrafter, features: Tensor, context: Tensor, slots: Tensor, first: int) -> None:
+    """Context rows of committed positions first, first + 1, ... from their features."""
+    context[slots] = drafter.context(features[slots], first)
 
 
 def _choose(logits: Tensor, request: DecodeRequest, position: int) -> int:

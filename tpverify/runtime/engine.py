@@ -18,6 +18,7 @@ from tpverify.runtime.device import for_decoder
 from tpverify.runtime.generation import Generation, GenerationOptions, GenerationResult
 from tpverify.runtime.messages import Decode, Decoded, HiddenDigest, HiddenStates
 from tpverify.runtime.ranks import RankGroup
+from tpverify.runtime.recovery import checked_restarts
 from tpverify.runtime.setup import EngineSetup
 
 STAGES = ("draft", "build", "verify", "accept", "commit", "transport")
@@ -67,6 +68,7 @@ class Engine:
         self.setup, self.config, self.drafter, self.tp = setup, setup.config, setup.drafter, setup.tp
         self._turn = threading.RLock()  # a signal's handler may close the engine within a step of its own thread
         check_type("prefix_cache", prefix_cache, bool, "a bool")
+        max_restarts = checked_restarts(max_restarts)
         self._prefix_cache = prefix_cache
         self._owned = group is None
         check_type("group", group, (RankGroup, type(None)), "a RankGroup or None")

@@ -30,14 +30,12 @@ from tpverify.runtime.frames import digest_of, frame_of
 from tpverify.runtime.gpu_step import Layout, StepBuffers, StepRequest
 from tpverify.runtime.graphs import Bucket, Graphs
 from tpverify.runtime.messages import (
-    ContentDigest,
     Decode,
     Decoded,
     DecodedRequest,
     Frame,
     HiddenDigest,
     HiddenStates,
-    RowHashes,
     Work,
 )
 from tpverify.runtime.moves import Kept
@@ -106,9 +104,6 @@ class GpuDecoderWorker:
         self.accept = {sampled: build(partial(self._accept, sampled), buckets) for sampled in (False, True)}
         self.draft = build(self._draft, buckets) if self.drafter is not None else None
 
-    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
-        return self.kept.move(src, dst, replica)
-
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
             return self._decode(work, replica), []
@@ -117,8 +112,6 @@ class GpuDecoderWorker:
         if isinstance(work, HiddenStates):
             rows = self._rows(self.hidden, replica.prefix_slots(work.seq)[: work.count])
             return None, [frame_of(rows)] if self.comm.rank == 0 else []
-        if isinstance(work, ContentDigest | RowHashes):
-            return self.kept.answer(work, replica), []
         raise TypeError(f"a decoder rank cannot do {type(work).__name__}")
 
     def _decode(self, work: Decode, replica: Replica) -> Decoded | None:

@@ -6,11 +6,22 @@ import traceback
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
 from tpverify.kv.log import Replica
 from tpverify.runtime import messages
-from tpverify.runtime.messages import Configure, Frame, Join, Ping, Preflight, Refill, Reply, Step, Work
+from tpverify.runtime.messages import (
+    Configure,
+    ContentDigest,
+    Frame,
+    Join,
+    Ping,
+    Preflight,
+    Refill,
+    Reply,
+    RowHashes,
+    Step,
+    Work,
+)
 
 # Imported when first configured: a rank without a worker ("tables") replays the log and needs no torch.
 WORKERS = {
@@ -25,13 +36,12 @@ PEER_GONE = (ConnectionError, TimeoutError)  # what a communicator raises when a
 
 
 class Worker(Protocol):
-    """What a rank computes. Built as Worker(comm, device, options). kept: moves.Kept, all that it has by slot."""
+    """What a rank computes. Built as Worker(comm, device, options).
+
+    kept: moves.Kept, all that it has by slot. Its rows are moved before anything else is read or written.
+    """
 
     kept: Any
-
-    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
-        """Copy rows src[i] of all that is kept by slot to dst[i], before anything else is read or written. Returns a
-        digest of them."""
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         """The result, which msgpack must be able to encode, and the frames of the reply."""
@@ -86,7 +96,7 @@ class RankServer:
     def _move(self) -> str:
         if self.worker is None or self.replica is None:
             return ""
-        return " ".join(self.worker.move(src, dst, self.replica) for src, dst in self.replica.take_moves())
+        return " ".join(self.worker.kept.move(src, dst, self.replica) for src, dst in self.replica.take_moves())
 
     def _handle(self, work: Work, frames: list[memoryview]) -> tuple[Any, list[Frame]]:
         if isinstance(work, Ping):
@@ -104,6 +114,8 @@ class RankServer:
         if isinstance(work, Refill):
             self.worker.kept.refill(work, self.comm, self.replica)
             return None, []
+        if isinstance(work, ContentDigest | RowHashes):
+            return self.worker.kept.answer(work, self.replica), []
         return self.worker.handle(work, frames, self.replica)
 
     def _configure(self, work: Configure) -> None:

@@ -16,17 +16,18 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from tpverify.config import check_int
 from tpverify.errors import RankFailure
 from tpverify.kv import extents
 from tpverify.kv.log import KvLog
-from tpverify.kv.slots import Slots
-from tpverify.runtime.messages import Configure, Frame, Join, Refill, RowHashes, Step, Work
+from tpverify.kv.slots import NO_SLOTS, Slots
+from tpverify.runtime.messages import Configure, Frame, Join, Refill, Reply, RowHashes, Step, Work
 from tpverify.runtime.ranks import RENDEZVOUS, START_DEADLINE_S, Answer, RankGroup, RankLost
 
 ROWS_AT_ONCE = 512  # of a refill: 36 MB with 61 layers of 1,152 bytes
@@ -53,6 +54,19 @@ class Recovered:
 
     def _rows(self) -> str:
         return f"{self.rows} rows from rank {self.source}"
+
+
+def checked_restarts(max_restarts: object) -> int:
+    """Raises ArgumentError."""
+    return check_int("max_restarts", max_restarts, 0, 2**31 - 1)
+
+
+def require_tables(replies: Iterable[tuple[int, Reply]], number: int, digest: str) -> None:
+    """Raise RankFailure for a rank whose tables, after step `number`, are not those of this digest."""
+    for rank, reply in replies:
+        if reply.digest != digest:
+            cause = f"its tables diverged: digest {reply.digest}, the coordinator's is {digest}"
+            raise RankFailure(rank, number, cause)
 
 
 class Recovery:
@@ -107,7 +121,7 @@ class Recovery:
                 clock.lap("start")
                 self._join(step)
                 clock.lap("join")
-                slots = self._log.held()
+                slots = self._log.held() if targets else NO_SLOTS  # ranks beyond tp have no rows
                 self._refill(step, slots, found.source, targets)
                 clock.lap("refill")
                 self._check(step, slots, found.source, targets)
@@ -130,11 +144,11 @@ class Recovery:
             if waiting := bool(late):
                 silent = self._group.hung(late) or late  # the others may wait for one that hangs
                 lost |= dict.fromkeys(silent, "no answer after the loss of another rank")
-        for rank, (reply, _) in self._group.answers.items():
-            if rank not in lost and reply.error is not None and not reply.interrupted:
+        replies = [(rank, reply) for rank, (reply, _) in self._group.answers.items() if rank not in lost]
+        for rank, reply in replies:
+            if reply.error is not None and not reply.interrupted:
                 raise RankFailure(rank, number, reply.error)
-            if rank not in lost and reply.digest != self._log.digest():
-                raise RankFailure(rank, number, f"its tables diverged: digest {reply.digest}")
+        require_tables(replies, number, self._log.digest())
 
     def _join(self, step: Step) -> None:
         with tempfile.TemporaryDirectory(prefix="tpverify-") as directory:  # gone, it calls the meeting off
@@ -142,12 +156,12 @@ class Recovery:
             self._ask(step, Join(configure, self._log.snapshot()), START_DEADLINE_S)
 
     def _refill(self, step: Step, slots: Slots, source: int, targets: list[int]) -> None:
-        for first in range(0, slots.size if targets else 0, ROWS_AT_ONCE):
+        for first in range(0, slots.size, ROWS_AT_ONCE):
             self._ask(step, Refill(extents.pack(slots[first : first + ROWS_AT_ONCE]), source, targets))
 
     def _check(self, step: Step, slots: Slots, source: int, targets: list[int]) -> None:
         """Whether the rows came over as they are: work that was interrupted may have left others different."""
-        for first in range(0, slots.size if targets else 0, ROWS_AT_ONCE):
+        for first in range(0, slots.size, ROWS_AT_ONCE):
             part = slots[first : first + ROWS_AT_ONCE]
             answers = self._ask(step, RowHashes(extents.pack(part)))
             right = np.frombuffer(answers[source].result(), "<u8")
@@ -161,9 +175,7 @@ class Recovery:
         """Of all ranks, none of which changes its tables."""
         after = step.log_first + len(step.entries)
         answers = self._group.attempt(Step(step.number, after, [], work), (), None, self._ranks, deadline_s)
-        for rank, answer in enumerate(answers):
-            if answer.reply.digest != self._log.digest():
-                raise RankFailure(rank, step.number, f"its tables diverged: digest {answer.reply.digest}")
+        require_tables(enumerate(answer.reply for answer in answers), step.number, self._log.digest())
         return answers
 
 

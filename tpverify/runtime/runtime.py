@@ -18,6 +18,7 @@ from tpverify.runtime.device import for_attention
 from tpverify.runtime.frames import frame_of, tensor_of
 from tpverify.runtime.messages import Attend, ContentDigest, Ping, TreeRequest, Write
 from tpverify.runtime.ranks import RankGroup
+from tpverify.runtime.recovery import checked_restarts
 from tpverify.tree.accept import Accept
 from tpverify.tree.arrays import as_numpy
 from tpverify.tree.draft_tree import DraftTree
@@ -84,6 +85,7 @@ class VerifyRuntime:
 
     def __init__(self, cfg: RuntimeConfig, *, group: RankGroup | None = None, max_restarts: int = 0) -> None:
         check_type("cfg", cfg, RuntimeConfig, "a RuntimeConfig")
+        max_restarts = checked_restarts(max_restarts)
         if (cfg.geometry.kv_lora_rank, cfg.geometry.row_dim) != (KV_LORA_RANK, ROW_DIM):
             raise ArgumentError("cfg.geometry", f"kv_lora_rank {KV_LORA_RANK} and rows of {ROW_DIM}", cfg.geometry)
         self.cfg = cfg

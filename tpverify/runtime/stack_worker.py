@@ -21,13 +21,11 @@ from tpverify.runtime.device import latent_pool
 from tpverify.runtime.gpu_step import StepRequest
 from tpverify.runtime.graphs import Bucket, Graphs
 from tpverify.runtime.messages import (
-    ContentDigest,
     Decode,
     Decoded,
     DecodedRequest,
     DecodeRequest,
     Frame,
-    RowHashes,
     Work,
 )
 from tpverify.runtime.moves import Kept
@@ -87,14 +85,9 @@ class StackWorker:
         self._layers = Graphs(self._run_layers, buckets)
         self._head = Graphs(self._run_head, buckets)
 
-    def move(self, src: np.ndarray, dst: np.ndarray, replica: Replica) -> str:
-        return self.kept.move(src, dst, replica)
-
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
             return self._decode(work.requests, replica), []
-        if isinstance(work, ContentDigest | RowHashes):
-            return self.kept.answer(work, replica), []
         raise TypeError(f"a rank of the stack cannot do {type(work).__name__}")
 
     def _plan(self, bucket: Bucket, num_slots: int) -> VerifyPlan:
