@@ -29,6 +29,7 @@ SPIN_S = 5e-2  # how long to look without a pause: a step is over by then
 PAUSE_S = 1e-4
 PREFLIGHT_BYTES = (1 << 16, 1 << 20)  # a rank's share in the check
 PREFLIGHT_ROUNDS = 20
+Meanwhile = Callable[[float], None]
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET"}
 
 
@@ -58,8 +59,9 @@ class Communicator(Protocol):
     def recv(self, out: Tensor, peer: int, stream: Any = None) -> None:
         """What another rank sends, into out."""
 
-    def wait(self, stream: Any = None) -> None:
-        """Return when all that was enqueued on `stream` has run. Raises OSError, after abort, as said above."""
+    def wait(self, stream: Any = None, meanwhile: Meanwhile | None = None) -> None:
+        """Return when all that was enqueued on `stream` has run; until then, whenever it has looked and it had not,
+        call `meanwhile` with the seconds waited so far. Raises OSError, after abort, as said above."""
 
     def async_error(self) -> str | None:
         """What has gone wrong so far, or None."""
@@ -184,11 +186,11 @@ class NcclCommunicator(_Checks):
         self._check_peer("peer", peer, others=True)
         self._enqueue(stream, lambda at: self._comm.recv(out, peer, stream=at))
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: Any = None, meanwhile: Meanwhile | None = None) -> None:
         self._require_live()
         with torch.cuda.device(self.device):
             done = (stream or torch.cuda.current_stream()).record_event()
-        self._poll(done.query, "a peer did not take part")
+        self._poll(done.query, "a peer did not take part", meanwhile)
 
     def async_error(self) -> str | None:
         if self._failure is None and self._comm.is_valid and self._state() not in ("Success", "InProgress"):
@@ -224,7 +226,7 @@ class NcclCommunicator(_Checks):
     def _state(self) -> str:
         return _bindings().Result(self._comm.get_async_error()).name  # nccl4py says Result, and returns an int
 
-    def _poll(self, done: Callable[[], bool], blame: str) -> None:
+    def _poll(self, done: Callable[[], bool], blame: str, meanwhile: Meanwhile | None = None) -> None:
         start = time.monotonic()
         while True:
             finished, failure = done(), self.async_error()
@@ -235,6 +237,8 @@ class NcclCommunicator(_Checks):
             waited = time.monotonic() - start
             if waited > self.deadline_s:
                 self._fail(TimeoutError(f"NCCL on rank {self.rank}: {blame} within {self.deadline_s:g} s"))
+            if meanwhile is not None:
+                meanwhile(waited)
             if waited > SPIN_S:
                 time.sleep(PAUSE_S)
 
@@ -292,7 +296,7 @@ class GlooCommunicator(_Checks):
         self._check_peer("peer", peer, others=True)
         self._run(lambda group: group.recv([out], peer, 0))
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: Any = None, meanwhile: Meanwhile | None = None) -> None:
         self._require_live()
 
     def async_error(self) -> str | None:

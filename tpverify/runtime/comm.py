@@ -203,11 +203,14 @@ class GpuComm:
         self._sockets.relay(host, source, targets)
         x.copy_(host)
 
-    def wait(self) -> None:
-        if self._nccl is None:
-            torch.cuda.current_stream().synchronize()
-        else:
-            self._nccl.wait()
+    def wait(self, meanwhile: Callable[[float], None] | None = None) -> None:
+        if self._nccl is not None:
+            self._nccl.wait(meanwhile=meanwhile)
+            return
+        done, start = torch.cuda.current_stream().record_event(), time.monotonic()
+        while not done.query():
+            if meanwhile is not None:
+                meanwhile(time.monotonic() - start)
 
     def destroy(self) -> None:
         self._sockets.destroy()

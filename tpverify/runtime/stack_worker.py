@@ -29,6 +29,7 @@ from tpverify.runtime.messages import (
     Work,
 )
 from tpverify.runtime.moves import Kept
+from tpverify.runtime.rehearsal import NODES, Rehearsal
 from tpverify.runtime.stages import StageClock
 
 
@@ -82,6 +83,7 @@ class StackWorker:
         self._read_answer = self._answer.numpy()
         self._downloads = {bucket: (self._answer[: bucket.nodes], self._choices[: bucket.nodes]) for bucket in buckets}
         self._clock = StageClock(self.device)
+        self._rehearsal = StackRehearsal(self.device)
         self._layers = Graphs(self._run_layers, buckets)
         self._head = Graphs(self._run_head, buckets)
 
@@ -132,7 +134,7 @@ class StackWorker:
             self._check(request)
         nodes = sum(map(len, requests))
         bucket = self._layers.bucket_for(len(requests), nodes)
-        self._pack(bucket, requests)
+        _pack(self._rows[bucket], requests)
         self._plans[bucket].take([request.verify for request in requests])
         self._clock.mark("plan")
         self._layers.replay(bucket)
@@ -142,7 +144,7 @@ class StackWorker:
         answer.copy_(choices, non_blocking=True)
         self._clock.mark("head")
         children = [_children(request) for request in requests]  # while the GPU is busy
-        self.comm.wait()
+        self.comm.wait(self._rehearsal)
         if self.comm.rank != 0:
             return None
         start, first, found = time.perf_counter(), 0, []
@@ -160,20 +162,43 @@ class StackWorker:
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise ValueError(f"tokens: expected ids below {vocab_size}, got {max(tokens)}")
 
-    def _pack(self, bucket: Bucket, requests: list[StepRequest]) -> None:
-        """Tokens, positions and pool rows of all nodes; padding is token 0 at position 0, written to slot 0.
 
-        What copied them in the step before has been waited for, as every step is.
-        """
-        packed = self._rows[bucket]
-        row = 0
-        for request in requests:
-            rows = slice(row, row := row + len(request))
-            packed[0, rows] = request.tokens
-            packed[1, rows] = request.depths
-            packed[1, rows] += request.committed
-            packed[2, rows] = request.slots
-        packed[:, row:] = 0
+def _pack(packed: np.ndarray, requests: Sequence[StepRequest]) -> None:
+    """Tokens, positions and pool rows of all nodes, int64 [3, n]; padding is token 0 at position 0, written to slot 0.
+
+    What copied them in the step before has been waited for, as every step is.
+    """
+    row = 0
+    for request in requests:
+        rows = slice(row, row := row + len(request))
+        packed[0, rows] = request.tokens
+        packed[1, rows] = request.depths
+        packed[1, rows] += request.committed
+        packed[2, rows] = request.slots
+    packed[:, row:] = 0
+
+
+class StackRehearsal(Rehearsal):
+    """With what a rank of the stack does between the log and its graphs, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.cuda.stream(self._stream):
+            self._plan = VerifyPlan(MlaGeometry(1), 1, NODES, NODES, device)
+        self._packed, self._slots = np.zeros((3, NODES), np.int64), np.arange(NODES, dtype=np.int32)
+        self._draw = np.random.default_rng(0)
+
+    def rehearse(self) -> None:
+        super().rehearse()
+        tokens, parents = np.arange(NODES), self._draw.integers(0, np.arange(1, NODES))
+        parents = np.concatenate([[-1], parents]).astype("<i4")  # no tree that was seen before
+        asked = DecodeRequest(0, tokens.tobytes(), parents.tobytes(), False, 0.0, 0, 0)
+        request = StepRequest(asked, self._slots, self._slots)
+        _pack(self._packed, [request])
+        with torch.cuda.stream(self._stream):
+            self._plan.take([request.verify])
+        _walk(_children(request), tokens.tolist(), 0)
 
 
 Children = dict[tuple[int, int], int]  # a node by its parent and its token, the root included
