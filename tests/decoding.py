@@ -52,7 +52,7 @@ class Member:
         self.wait()
         self.meeting.barrier.wait(PATIENCE_S)
 
-    def wait(self) -> None:
+    def wait(self, stream: Any = None) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

@@ -34,6 +34,7 @@ def faulty(fated: int, place: str, fate: str, after: int = 0) -> type:
             nccl._state = lambda _: "SystemError"
         else:
             os.kill(os.getpid(), signal.Signals[fate])
+            time.sleep(5)  # which takes this thread a moment
 
     class FaultyRank(Rank):
         def __init__(self, root: str, rank: int, *arguments: Any) -> None:

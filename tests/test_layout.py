@@ -25,6 +25,7 @@ ROWS = (
     {"tpverify"},
     {"errors"},
     {"config", "native"},
+    {"communicator"},
     {"tree", "kv", "pynccl"},
     {"ops"},
     {"model"},

@@ -153,7 +153,10 @@ def _generate(args: argparse.Namespace) -> int:
             scores = score_runs(engine, [run], args.seed) if group.device == "cuda" else []
     if args.json:
         screen.json(
-            _header(args) | _run_row(run) | {"device": group.device, "scores": _score_rows([run] * len(scores), scores)}
+            _header(args)
+            | _run_row(run)
+            | {"device": group.device, "scores": _score_rows([run] * len(scores), scores)}
+            | {"recoveries": engine.stats()["recoveries"]}
         )
     else:
         lengths = run.result.accept_lengths

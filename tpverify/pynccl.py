@@ -3,6 +3,7 @@
 One process calls unique_id and hands the bytes to all; then everyone calls init with them. Nothing waits longer than
 the deadline that init was given, and a wait that ends without its peers is an OSError: TimeoutError for a deadline,
 ConnectionError for anything else. After an error the communicator is aborted, and all that is left is destroy.
+A peer that is gone does not show in NCCL by itself: `watch`, called while something is waited for, may know better.
 NCCL comes through NVIDIA's nccl4py, an optional dependency.
 """
 
@@ -10,67 +11,29 @@ import functools
 import importlib
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpverify.communicator import DTYPES, Checks, Communicator, Meanwhile
 from tpverify.config import check_choice, check_deadline, check_int, check_type
-from tpverify.errors import ArgumentError
+
+__all__ = ["DTYPES", "Communicator", "init", "preflight", "unique_id", "versions", "why_not"]
 
 BACKENDS = ("nccl", "gloo")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 SPIN_S = 5e-2  # how long to look without a pause: a step is over by then
 PAUSE_S = 1e-4
+ABORT_S = 30.0  # for NCCL to end its threads and free its memory, once nothing holds them
 PREFLIGHT_BYTES = (1 << 16, 1 << 20)  # a rank's share in the check
 PREFLIGHT_ROUNDS = 20
-Meanwhile = Callable[[float], None]
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET"}
-
-
-class Communicator(Protocol):
-    """Ranks 0..size-1 that call the same collectives in the same order, with shapes and dtypes that fit.
-
-    Tensors are contiguous, of one of DTYPES, on the communicator's device. A NCCL call is enqueued on `stream`, by
-    default the current one, and may be captured in a CUDA graph; a gloo call returns when it is done. An argument that
-    does not fit is an ArgumentError, before anything is sent.
-    """
-
-    rank: int
-    size: int
-
-    def allgather(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
-        """Every rank's x, one after another in rank order, into out, which has size times x's elements."""
-
-    def allreduce(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
-        """The sum of every rank's x into out, which may be x. uint8 wraps around."""
-
-    def broadcast(self, x: Tensor, root: int, stream: Any = None) -> None:
-        """root's x into everyone's x."""
-
-    def send(self, x: Tensor, peer: int, stream: Any = None) -> None:
-        """x to the recv of another rank."""
-
-    def recv(self, out: Tensor, peer: int, stream: Any = None) -> None:
-        """What another rank sends, into out."""
-
-    def wait(self, stream: Any = None, meanwhile: Meanwhile | None = None) -> None:
-        """Return when all that was enqueued on `stream` has run; until then, whenever it has looked and it had not,
-        call `meanwhile` with the seconds waited so far. Raises OSError, after abort, as said above."""
-
-    def async_error(self) -> str | None:
-        """What has gone wrong so far, or None."""
-
-    def abort(self) -> None:
-        """End what is under way without waiting for anyone. To be called on every rank when one has failed."""
-
-    def destroy(self) -> None:
-        """Free everything, in step with the other ranks. Can be called again, and after abort."""
 
 
 def unique_id(backend: str = "nccl") -> bytes:
@@ -86,19 +49,27 @@ def unique_id(backend: str = "nccl") -> bytes:
 
 
 def init(
-    unique_id: bytes, rank: int, size: int, *, backend: str = "nccl", device: Any = None, deadline_s: float = 30.0
+    unique_id: bytes,
+    rank: int,
+    size: int,
+    *,
+    backend: str = "nccl",
+    device: Any = None,
+    deadline_s: float = 30.0,
+    watch: Callable[[], None] = lambda: None,
 ) -> Communicator:
     """Join the others. Every rank calls it, each from its own process.
 
-    device: the rank's GPU, by default the current one. Raises ArgumentError; ImportError without nccl4py; OSError, with
-    everything freed, if the others do not come within deadline_s.
+    device: the rank's GPU, by default the current one. watch: of the communicator, from now on; gloo, which notices by
+    itself, does not call it. Raises ArgumentError; ImportError without nccl4py; OSError, with everything freed, if the
+    others do not come within deadline_s.
     """
     check_type("unique_id", unique_id, bytes, "the bytes that unique_id returned")
     check_int("size", size, 1, 1 << 16)
     check_int("rank", rank, 0, size - 1)
     check_deadline(deadline_s)
     if check_choice("backend", backend, BACKENDS) == "nccl":
-        return NcclCommunicator(unique_id, rank, size, torch.device(device or "cuda"), deadline_s)
+        return NcclCommunicator(unique_id, rank, size, torch.device(device or "cuda"), deadline_s, watch)
     return GlooCommunicator(unique_id, rank, size, deadline_s)
 
 
@@ -117,100 +88,91 @@ def versions() -> str:
     return f"nccl4py {found.nccl4py}, NCCL {found.libnccl.version if found.libnccl else 'not found'}"
 
 
-class _Checks:
-    """What the two communicators have in common: a shape, arguments that fit it, and an end."""
-
-    device: torch.device
-    rank: int
-    size: int
-    _failure: str | None = None
-
-    def _require_live(self) -> None:
-        if self._failure is not None:
-            raise ConnectionError(f"this communicator has ended: {self._failure}")
-
-    def _check(self, name: str, x: Tensor, like: Tensor | None = None, times: int = 1) -> None:
-        check_type(name, x, Tensor, f"a contiguous tensor on {self.device}")
-        if x.device != self.device or not x.is_contiguous():
-            raise ArgumentError(name, f"a contiguous tensor on {self.device}", f"{x.stride()} on {x.device}")
-        if x.dtype not in DTYPES:
-            raise ArgumentError(name, "bfloat16, float16, float32 or uint8", x.dtype)
-        if like is not None and (x.dtype != like.dtype or x.numel() != times * like.numel()):
-            expected = f"{times * like.numel()} elements of {like.dtype}"
-            raise ArgumentError(name, expected, f"{x.numel()} of {x.dtype}")
-
-    def _check_peer(self, name: str, peer: int, others: bool) -> None:
-        check_int(name, peer, 0, self.size - 1)
-        if others and peer == self.rank:
-            raise ArgumentError(name, "another rank", peer)
-
-
-class NcclCommunicator(_Checks):
+class NcclCommunicator(Checks):
     """See Communicator. Non-blocking: NCCL connects in the background, so that no peer can keep a call from returning.
 
-    That costs a thread of NCCL's own a call. It costs nothing in a CUDA graph.
+    That costs a thread of NCCL's own a call. It costs nothing in a CUDA graph. An abort frees the streams at once, but
+    returns only when every graph with a collective of the communicator is gone, so it has a thread of its own.
     """
 
-    def __init__(self, unique_id: bytes, rank: int, size: int, device: torch.device, deadline_s: float) -> None:
+    def __init__(
+        self,
+        unique_id: bytes,
+        rank: int,
+        size: int,
+        device: torch.device,
+        deadline_s: float,
+        watch: Callable[[], None],
+    ) -> None:
         nccl = _nccl()
         _keep_log()
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.rank, self.size, self.device, self.deadline_s = rank, size, device, deadline_s
+        self.watch = watch
+        self._abort: threading.Thread | None = None
         self._comm = nccl.Communicator()
         name, config = nccl.UniqueId.from_bytes(unique_id), nccl.NCCLConfig(blocking=False)
         self._call(lambda _: self._comm.initialize(size, rank, name, config), None, "the other ranks did not come")
 
     def allgather(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
-        self._check("x", x)
-        self._check("out", out, x, self.size)
+        self.check("x", x)
+        self.check("out", out, x, self.size)
         self._enqueue(stream, lambda at: self._comm.allgather(x, out, stream=at))
 
     def allreduce(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
-        self._check("x", x)
-        self._check("out", out, x)
+        self.check("x", x)
+        self.check("out", out, x)
         self._enqueue(stream, lambda at: self._comm.allreduce(x, out, _nccl().SUM, stream=at))
 
     def broadcast(self, x: Tensor, root: int, stream: Any = None) -> None:
-        self._check("x", x)
-        self._check_peer("root", root, others=False)
+        self.check("x", x)
+        self.check_peer("root", root, others=False)
         self._enqueue(stream, lambda at: self._comm.broadcast(x, x, root, stream=at))
 
     def send(self, x: Tensor, peer: int, stream: Any = None) -> None:
-        self._check("x", x)
-        self._check_peer("peer", peer, others=True)
+        self.check("x", x)
+        self.check_peer("peer", peer, others=True)
         self._enqueue(stream, lambda at: self._comm.send(x, peer, stream=at))
 
     def recv(self, out: Tensor, peer: int, stream: Any = None) -> None:
-        self._check("out", out)
-        self._check_peer("peer", peer, others=True)
+        self.check("out", out)
+        self.check_peer("peer", peer, others=True)
         self._enqueue(stream, lambda at: self._comm.recv(out, peer, stream=at))
 
     def wait(self, stream: Any = None, meanwhile: Meanwhile | None = None) -> None:
-        self._require_live()
+        self.require_live()
         with torch.cuda.device(self.device):
             done = (stream or torch.cuda.current_stream()).record_event()
         self._poll(done.query, "a peer did not take part", meanwhile)
 
     def async_error(self) -> str | None:
-        if self._failure is None and self._comm.is_valid and self._state() not in ("Success", "InProgress"):
+        if self.failure is None and self._comm.is_valid and self._state() not in ("Success", "InProgress"):
             return f"{self._state()}: {self._comm.get_last_error()}"
-        return self._failure
+        return self.failure
 
     def abort(self) -> None:
-        self._failure = self._failure or "aborted"
-        self._comm.abort()
+        self.failure = self.failure or "aborted"
+        if self._abort is None:
+            self._abort = threading.Thread(target=_abort, args=(self._comm, self.device), daemon=True)
+            self._abort.start()
 
     def destroy(self) -> None:
+        if self._abort is not None:
+            self._abort.join(ABORT_S)
+            if self._abort.is_alive():
+                late = f"still not ended, {ABORT_S:g} s after: {self.failure}"
+                raise RuntimeError(f"NCCL on rank {self.rank} is {late}")
+            return
         if not self._comm.is_valid:
             return
         # destroy alone would wait for the others without a deadline.
         self._call(lambda _: self._comm.finalize(), None, "the other ranks did not destroy theirs")
         self._comm.destroy()
-        self._failure = "destroyed"
+        self.failure = "destroyed"
 
     def _enqueue(self, stream: Any, call: Callable[[int], None]) -> None:
-        self._require_live()
+        self.require_live()
         self._call(call, stream, "a peer did not connect")
 
     def _call(self, call: Callable[[int], None], stream: Any, blame: str) -> None:
@@ -220,7 +182,7 @@ class NcclCommunicator(_Checks):
             try:
                 call(at)
             except _errors() as failure:
-                self._fail(ConnectionError(f"NCCL on rank {self.rank}: {failure}"))
+                raise self._failed(ConnectionError, str(failure)) from None
         self._poll(lambda: self._state() != "InProgress", blame)
 
     def _state(self) -> str:
@@ -231,25 +193,36 @@ class NcclCommunicator(_Checks):
         while True:
             finished, failure = done(), self.async_error()
             if failure:
-                self._fail(ConnectionError(f"NCCL on rank {self.rank}: {failure}"))
+                raise self._failed(ConnectionError, failure)
             if finished:
                 return
             waited = time.monotonic() - start
             if waited > self.deadline_s:
-                self._fail(TimeoutError(f"NCCL on rank {self.rank}: {blame} within {self.deadline_s:g} s"))
+                raise self._failed(TimeoutError, f"{blame} within {self.deadline_s:g} s")
             if meanwhile is not None:
                 meanwhile(waited)
             if waited > SPIN_S:
+                try:
+                    self.watch()
+                except OSError as gone:
+                    raise self._failed(type(gone), f"{blame}: {gone}") from None
                 time.sleep(PAUSE_S)
 
-    def _fail(self, error: OSError) -> None:
-        self._failure = str(error)
-        with suppress(*_errors()):
-            self.abort()
-        raise error
+    def _failed(self, kind: type[OSError], text: str) -> OSError:
+        """Abort, and the error that says why. (Whoever raises it keeps no name for it: a frame and an error that hold
+        each other hold the caller's graphs too, until the cycle collector comes.)"""
+        self.failure = f"NCCL on rank {self.rank}: {text}"
+        self.abort()
+        return kind(self.failure)
 
 
-class GlooCommunicator(_Checks):
+def _abort(comm: Any, device: torch.device) -> None:
+    torch.cuda.set_device(device)
+    with suppress(*_errors()):
+        comm.abort()
+
+
+class GlooCommunicator(Checks):
     """See Communicator. CPU tensors, processes of one machine."""
 
     device = torch.device("cpu")
@@ -271,49 +244,49 @@ class GlooCommunicator(_Checks):
         self._guard(join)
 
     def allgather(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
-        self._check("x", x)
-        self._check("out", out, x, self.size)
+        self.check("x", x)
+        self.check("out", out, x, self.size)
         self._run(lambda group: group._allgather_base(out.view(-1), x.view(-1)))
 
     def allreduce(self, x: Tensor, out: Tensor, stream: Any = None) -> None:
-        self._check("x", x)
-        self._check("out", out, x)
+        self.check("x", x)
+        self.check("out", out, x)
         out.view(-1).copy_(x.view(-1))
         self._run(lambda group: group.allreduce([out], dist.AllreduceOptions()))
 
     def broadcast(self, x: Tensor, root: int, stream: Any = None) -> None:
-        self._check("x", x)
-        self._check_peer("root", root, others=False)
+        self.check("x", x)
+        self.check_peer("root", root, others=False)
         self._run(lambda group: group.broadcast(x, root))
 
     def send(self, x: Tensor, peer: int, stream: Any = None) -> None:
-        self._check("x", x)
-        self._check_peer("peer", peer, others=True)
+        self.check("x", x)
+        self.check_peer("peer", peer, others=True)
         self._run(lambda group: group.send([x], peer, 0))
 
     def recv(self, out: Tensor, peer: int, stream: Any = None) -> None:
-        self._check("out", out)
-        self._check_peer("peer", peer, others=True)
+        self.check("out", out)
+        self.check_peer("peer", peer, others=True)
         self._run(lambda group: group.recv([out], peer, 0))
 
     def wait(self, stream: Any = None, meanwhile: Meanwhile | None = None) -> None:
-        self._require_live()
+        self.require_live()
 
     def async_error(self) -> str | None:
-        return self._failure
+        return self.failure
 
     def abort(self) -> None:
-        self._failure = self._failure or "aborted"
+        self.failure = self.failure or "aborted"
         self._group = self._store = None
 
     def destroy(self) -> None:
         if self._group is not None:
             self._run(lambda group: group.barrier())  # the others may still need the store of the first
             self.abort()
-            self._failure = "destroyed"
+            self.failure = "destroyed"
 
     def _run(self, call: Callable[[Any], Any]) -> None:
-        self._require_live()
+        self.require_live()
         self._guard(lambda: call(self._group).wait())
 
     def _guard(self, call: Callable[[], None]) -> None:
@@ -322,10 +295,10 @@ class GlooCommunicator(_Checks):
             call()
         except RuntimeError as failure:
             text = re.sub(r"^\[\S+\] ", "", " ".join(str(failure).split())).partition(" This is typically")[0]
-            self._failure = f"gloo on rank {self.rank}: {text}"
+            self.failure = f"gloo on rank {self.rank}: {text}"
             self.abort()
             late = re.search("time", text, re.IGNORECASE)
-            raise (TimeoutError if late else ConnectionError)(self._failure) from failure
+            raise (TimeoutError if late else ConnectionError)(self.failure) from failure
 
 
 def preflight(comm: Communicator, device: torch.device) -> dict[str, Any]:

@@ -112,6 +112,7 @@ class TestCommand:
         options = ("--prompt-file", str(tmp_path / "prompt"), "--tp", "2", "--device", "cpu", "--max-new-tokens", "2")
         done = tpverify("generate", *options, "--json")
         assert done.json["prompt"].encode() == data and done.json["stats"]["prompt_tokens"] == len(data)
+        assert done.json["recoveries"] == []
         assert "if caf\u00e9:\n    x = 1\ufffd    y\n" in tpverify("generate", *options).out
 
     def test_compare_as_text(self, tpverify: Callable, short: tuple[str, ...]) -> None:

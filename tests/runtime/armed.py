@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def armed_rank(directory: Path) -> type:
             else:
                 path.unlink()
                 os.kill(os.getpid(), signal.Signals[fate])
+                time.sleep(5)  # which takes this thread a moment
 
     class ArmedRank(Rank):
         def __init__(self, root: str, rank: int, *arguments: Any) -> None:

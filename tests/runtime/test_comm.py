@@ -111,3 +111,39 @@ def test_rendezvous_in_use(tmp_path: Path) -> None:
     (tmp_path / "meet").touch()
     with pytest.raises(OSError, match="Address already in use"):
         SocketComm(str(tmp_path / "meet"), 0, 2, timeout_s=1)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_meeting_leaves_nothing_behind(tmp_path: Path, size: int) -> None:
+    """Though whoever called it may be killed meanwhile."""
+    place = tmp_path / "of ours"
+    place.mkdir()
+    on_ranks(place / "meet", size, lambda comm: comm.gather(torch.zeros(1)))
+    assert not place.exists()
+
+
+def test_a_look_finds_a_peer_gone_and_takes_nothing_of_what_came(tmp_path: Path) -> None:
+    sent, looked = threading.Event(), threading.Event()
+
+    def body(comm: SocketComm) -> object:
+        if comm.rank == 1:
+            comm.gather(rows(1, torch.float32))
+            sent.set()
+            assert looked.wait(20)
+            return None
+        comm.look()
+        assert sent.wait(20)
+        comm.look()
+        found = comm.gather(rows(0, torch.float32))
+        looked.set()
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            comm.look()
+        return found
+
+    first, _ = on_ranks(tmp_path / "meet", 2, body)
+    assert isinstance(first, ConnectionResetError)
+
+
+def test_a_rank_alone_has_nobody_to_look_for(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path / "meet", 1, lambda comm: comm.look()) == [None]

@@ -114,7 +114,7 @@ def test_positions_beyond_the_models_are_refused() -> None:
 
 def test_logits_that_are_not_finite_are_an_error() -> None:
     ranks = Ranks()
-    ranks.workers[0].decoder.head[3] = torch.nan
+    ranks.workers[0].stages.decoder.head[3] = torch.nan
     seq = ranks.log.open()
     ranks.log.draft(seq, 2)
     with pytest.raises(ValueError, match="logits: expected finite numbers, got others in sequence 0"):

@@ -15,7 +15,7 @@ BUCKETS = [Bucket(8, 1032), Bucket(1, 1), Bucket(1, 33), Bucket(8, 8), Bucket(4,
 class FakeRecorder:
     """Runs twice as the real one does, and repeats by running again. Its capture may end badly."""
 
-    def __init__(self, end: Exception | None = None) -> None:
+    def __init__(self, wait: object, end: Exception | None = None) -> None:
         self._end = end
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -67,7 +67,7 @@ def test_a_body_that_fails_names_its_bucket(recorder: None) -> None:
 
 def test_the_first_error_of_a_broken_capture_is_the_one_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaving the capture raises an error of its own, which says nothing."""
-    monkeypatch.setattr(graphs, "Recorder", lambda: FakeRecorder(RuntimeError("capture invalidated")))
+    monkeypatch.setattr(graphs, "Recorder", lambda wait: FakeRecorder(wait, RuntimeError("capture invalidated")))
     runs = itertools.count()
 
     def body(bucket: Bucket) -> None:

@@ -1,8 +1,9 @@
-"""What is run while a GPU works: how often, and that it goes on for ever without touching anything."""
+"""What is run while a GPU works: when, and that it goes on for ever without touching anything."""
 
+import numpy as np
 import pytest
 
-from tpverify.runtime.rehearsal import PERIOD_S, Rehearsal
+from tpverify.runtime.rehearsal import LATE, SHORT_S, Rehearsal
 
 
 class Counted(Rehearsal):
@@ -12,17 +13,29 @@ class Counted(Rehearsal):
         self.runs += 1
 
 
-def test_once_a_period_and_not_in_short_waits() -> None:
+def wait(rehearsal: Counted, lasts_s: float) -> list[float]:
+    """When in a wait it rehearsed, in s."""
+    found = []
+    for waited_s in np.arange(0, lasts_s, 1e-4):
+        before = rehearsal.runs
+        rehearsal(waited_s)
+        found += [waited_s] * (rehearsal.runs - before)
+    return found
+
+
+def test_once_in_a_wait_and_late_in_it() -> None:
     counted = Counted()
-    for _ in range(100):  # waits of half a period, looked at ten times each
-        for look in range(10):
-            counted(look * PERIOD_S / 20)
-    assert counted.runs == 0
-    for look in range(55):
-        counted(look * PERIOD_S / 10)
-    assert counted.runs == 5
-    counted(0.0)
-    assert counted.runs == 5
+    assert wait(counted, 0.020) == pytest.approx([SHORT_S], abs=2e-4)  # nothing is known of how long it takes
+    assert wait(counted, 0.020) == pytest.approx([LATE * 0.020], abs=2e-4)
+    assert wait(counted, 0.030) == pytest.approx([LATE * 0.020], abs=2e-4)
+    assert wait(counted, 0.020) == []
+    assert wait(counted, 0.020) == pytest.approx([LATE * 0.020], abs=2e-4)
+
+
+def test_not_in_short_waits() -> None:
+    counted = Counted()
+    for _ in range(100):
+        assert wait(counted, SHORT_S) == []
 
 
 def test_tables_of_its_own_last_for_ever() -> None:

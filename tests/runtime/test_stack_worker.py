@@ -29,15 +29,18 @@ SLOTS = 512
 class Alone:
     rank, size, waits = 0, 1, 0
 
-    def wait(self, meanwhile: Callable[[float], None]) -> None:
-        """A long one."""
+    def wait(self, stream: object = None, meanwhile: Callable[[float], None] = lambda _: None) -> None:
+        """A long one, and the beginning of the next."""
         self.waits += 1
-        meanwhile(0.0)
-        meanwhile(1.0)
+        for waited_s in (0.0, 1.0, 0.0):
+            meanwhile(waited_s)
 
 
 class Direct:
     """In place of a recorder: every replay runs the body."""
+
+    def __init__(self, wait: Callable[[object], None]) -> None:
+        pass
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         run()

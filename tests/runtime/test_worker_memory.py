@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import Ranks
 
 from tpverify import native
 from tpverify.runtime.comm import SocketComm
@@ -37,3 +38,14 @@ def test_no_cycle_holds_the_pool(tmp_path: Path, host_library: Any, monkeypatch:
     pool, context = weakref.ref(worker.pool), weakref.ref(worker.context)
     del worker
     assert pool() is None and context() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_nor_that_of_a_gpu_rank() -> None:
+    """Whose stages are run by what would be graphs on a GPU."""
+    ranks = Ranks(num_slots=128, max_batch=1)
+    assert len(ranks.generate([b"def "], max_new_tokens=4)[0].tokens) == 4
+    kept = weakref.ref(ranks.workers[0].kept)
+    pool = weakref.ref(ranks.workers[0].kept.pool)
+    ranks.workers.clear()
+    assert pool() is None and kept() is None

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_nccl import Scripted
 
 from tpverify.kv.replica import Replica
 from tpverify.runtime.comm import SocketComm
@@ -27,6 +28,9 @@ PLACES = {
     "move": (Kept, "move"),
     "refill": (Kept, "refill"),
     "hashes": (Kept, "answer"),
+    "nccl": (Scripted, "allgather"),
+    "send": (Scripted, "send"),
+    "recv": (Scripted, "recv"),
 }
 
 
@@ -40,7 +44,7 @@ class Process(threading.Thread):
     def __init__(self, rank: int, group: "ThreadRanks") -> None:
         super().__init__(daemon=True)
         self.rank, self.group, self.fates = rank, group, group.fates
-        self.server = RankServer(rank, "cpu", False, 30.0)
+        self.server = RankServer(rank, group.place, group.nccl, 30.0)
         self.inbox: queue.Queue[Any] = queue.Queue()
         self.outbox: queue.Queue[Any] = queue.Queue()
         self.ending, self.dead, self.hanging = threading.Event(), threading.Event(), False
@@ -79,7 +83,8 @@ class Process(threading.Thread):
     def end(self) -> None:
         self.ending.set()
         self.inbox.put(None)
-        for peer in list(self.server.comm._peers) if self.server.comm is not None else ():
+        comm = self.server.comm
+        for peer in list(getattr(comm, "_sockets", comm)._peers) if comm is not None else ():
             with suppress(OSError):  # closed meanwhile
                 peer.shutdown(socket.SHUT_RDWR)  # wakes whoever reads it
         self.join(30)
@@ -110,9 +115,13 @@ class ThreadTransport:
 
 
 class ThreadRanks(RankGroup):
-    """fates: {(rank, place): [fate, passes before it, processes started before it]}, each met once."""
+    """fates: {(rank, place): [fate, passes before it, processes started before it]}, each met once.
 
-    def __init__(self, size: int, deadline_s: float = 1.0) -> None:
+    place: "cpu", or "cpu:0" for ranks that take themselves for GPUs. nccl: whether they gather by what is put for it.
+    """
+
+    def __init__(self, size: int, deadline_s: float = 1.0, place: str = "cpu", nccl: bool = False) -> None:
+        self.place, self.nccl = place, nccl
         self.size, self.deadline_s, self.device, self.device_reason = size, deadline_s, "cpu", None
         self.closed, self.coordinator, self.collectives = False, None, {"backend": "sockets"}
         self.fates: dict[tuple[int, str], list[Any]] = {}

@@ -57,6 +57,7 @@ class Buffers:
     """Of a pass over n nodes. Random until written: a pass without all its parts reads them as they are."""
 
     x: Tensor  # [n, hidden], the residual stream
+    rotation: Tensor  # float32 [n, qk_rope_head_dim / 2, 2], of the nodes' positions
     down: Tensor  # [n, q_lora_rank + row_dim], before norms and rotation
     q_b: Tensor  # [shards, n, heads of a shard, qk_head_dim], before norm and rotation
     nope: Tensor  # [shards, n, heads of a shard, qk_nope_head_dim]
@@ -128,39 +129,57 @@ class AttentionStack:
             "all_values": (c.num_attention_heads, n, c.v_head_dim),
             "attended": (n, c.num_attention_heads, c.v_head_dim),
         }  # fmt: skip
-        return Buffers(**{k: torch.randn(shape, device=self._device, dtype=self._dtype) for k, shape in shapes.items()})
+        random = {k: torch.randn(shape, device=self._device, dtype=self._dtype) for k, shape in shapes.items()}
+        return Buffers(rotation=torch.randn(n, c.qk_rope_head_dim // 2, 2, device=self._device), **random)
 
     def __call__(
         self, b: Buffers, tokens: Tensor, positions: Tensor, rows: Tensor, pool: Tensor, attend: Attend, gather: Gather
     ) -> Tensor:
         """tokens, positions, rows int64 [n] -> normed hidden states [n, hidden]; latents go to pool[:, rows].
 
-        pool [layers, slots, row_dim]. On a GPU everything is enqueued, and may be captured in a CUDA graph.
+        pool [layers, slots, row_dim]. On a GPU everything is enqueued, and may be captured in a CUDA graph. The same
+        in parts: `enter`, `run` of all layers in order, `leave`.
         """
-        b.x = self.embed[tokens]
+        self.enter(b, tokens, positions, rows, pool)
+        self.run(range(len(self.layers)), b, rows, pool, attend, gather)
+        return self.leave(b)
+
+    def enter(self, b: Buffers, tokens: Tensor, positions: Tensor, rows: Tensor, pool: Tensor) -> None:
+        """What comes before the first layer's attention, and needs no tables of it."""
+        torch.index_select(self.embed, 0, tokens, out=b.x)
         angles = positions[:, None] * self._frequencies
-        rotation = torch.stack([angles.cos(), angles.sin()], 2)
-        for layer, weights in enumerate(self.layers):
-            self._queries_and_latents(weights, b, rotation, rows, pool[layer])
+        torch.stack([angles.cos(), angles.sin()], 2, out=b.rotation)
+        self._queries_and_latents(0, b, rows, pool)
+
+    def run(self, layers: range, b: Buffers, rows: Tensor, pool: Tensor, attend: Attend, gather: Gather) -> None:
+        """From attention in each of these layers to the next layer's."""
+        for layer in layers:
             if "attention" in self._parts:
                 attend(layer, b.q.transpose(0, 1), b.out.transpose(0, 1))
-            self._add_values(weights, b, gather)
+            self._add_values(self.layers[layer], b, gather)
+            if layer + 1 < len(self.layers):
+                self._queries_and_latents(layer + 1, b, rows, pool)
+
+    def leave(self, b: Buffers) -> Tensor:
+        """Normed hidden states [n, hidden]."""
         return F.rms_norm(b.x, b.x.shape[1:], eps=self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [n, hidden] -> [n, vocab]."""
         return hidden @ self.head
 
-    def _queries_and_latents(self, w: LayerWeights, b: Buffers, rotation: Tensor, rows: Tensor, pool: Tensor) -> None:
-        """Into b.q and pool[rows]."""
-        gemm, latent, low = "gemm" in self._parts, self.config.kv_lora_rank, self._q_lora_rank
+    def _queries_and_latents(self, layer: int, b: Buffers, rows: Tensor, pool: Tensor) -> None:
+        """Into b.q and pool[layer, rows]."""
+        w, gemm = self.layers[layer], "gemm" in self._parts
+        latent, low = self.config.kv_lora_rank, self._q_lora_rank
         if gemm:
             torch.mm(b.x, w.down, out=b.down)
             for shard, q_b in enumerate(w.q_b):
                 torch.mm(b.down[:, :low], q_b, out=b.q_b[shard].flatten(1))
         if "rest" in self._parts:
             eps = self.config.rms_norm_eps
-            rope_cache(b.x, b.down, b.q_b, rotation, rows, b.nope, b.q.transpose(0, 1), pool, eps, NORM_EPS)
+            q = b.q.transpose(0, 1)
+            rope_cache(b.x, b.down, b.q_b, b.rotation, rows, b.nope, q, pool[layer], eps, NORM_EPS)
         if gemm:
             for shard, w_uk in enumerate(w.w_uk):
                 torch.bmm(b.nope[shard].transpose(0, 1), w_uk, out=b.q[self._heads(shard), :, :latent])

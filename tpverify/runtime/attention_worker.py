@@ -40,15 +40,16 @@ class AttentionWorker:
     torch reuses pinned memory only after the copies from it.
     """
 
-    def __init__(self, comm: Comm, device: str, options: dict[str, Any]) -> None:
+    def __init__(self, comm: Comm, device: str, options: dict[str, Any], kept: Kept | None = None) -> None:
         shape = msgspec.convert(options, AttentionOptions)
         torch.set_num_threads(1)  # ranks share cores
-        self.comm, self.device, self.pinned = comm, torch.device(device), device != "cpu"
+        self.comm, self.device = comm, torch.device(device)
+        self.pinned = self.device.type == "cuda"
         if self.pinned:
             torch.cuda.set_device(self.device)
         dtype = getattr(torch, shape.dtype)
-        self.pool = latent_pool(shape.num_layers, shape.num_slots, shape.row_dim, dtype, self.device)
-        self.kept = Kept(self.pool)
+        self.kept = kept or Kept(latent_pool(shape.num_layers, shape.num_slots, shape.row_dim, dtype, self.device))
+        self.pool = self.kept.pool
         self._clock = StageClock(self.device)
         self.local_heads = shape.num_heads // comm.size
         max_tokens = min(shape.max_batch * shape.num_slots, 2**31 - 1)

@@ -2,10 +2,12 @@
 
 import itertools
 import os
+import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +18,7 @@ from tpverify.runtime.frames import frame_of
 RETRY_S = 0.02  # between attempts to reach a rank 0 that does not listen yet
 LOOK_S = 0.25  # how often rank 0, waiting for the others, looks whether they are still expected
 UNIQUE_ID_BYTES = 128  # NCCL's
+PEER_LEFT = "a peer has closed its connection"
 HELLO = struct.Struct("<I")  # a rank's number, the first thing it sends
 
 
@@ -35,8 +38,9 @@ class Comm(Protocol):
     def connect(self, rendezvous: str) -> None:
         """Meet the other ranks anew, some of which are new: see SocketComm."""
 
-    def wait(self) -> None:
-        """Return when this rank has done all that it was asked for: a GPU's work is only enqueued until then."""
+    def wait(self, stream: Any = None) -> None:
+        """Return when this rank has done all that it was asked for. Until then a GPU's work is only enqueued, on the
+        current stream or another."""
 
     def destroy(self) -> None:
         """Close the connections. The communicator cannot be used afterwards."""
@@ -61,7 +65,7 @@ class SocketComm:
         """Connect all ranks, again if some of them are new.
 
         rendezvous: path of a socket that rank 0 makes, in a directory that nobody else can enter. Whoever made the
-        directory removes it to call the meeting off: ConnectionAbortedError.
+        directory removes it to call the meeting off: ConnectionAbortedError. When all have come, rank 0 does.
         """
         self.destroy()
         try:
@@ -155,7 +159,15 @@ class SocketComm:
         elif self.rank in targets:
             _receive(self._peers[0], frame_of(x))
 
-    def wait(self) -> None:
+    def look(self) -> None:
+        """Raise ConnectionError if a peer that this rank is connected with has closed the connection. At once."""
+        for peer in self._peers:
+            poll = select.poll()
+            poll.register(peer, select.POLLIN)
+            if poll.poll(0) and not peer.recv(1, socket.MSG_PEEK):
+                raise ConnectionResetError(PEER_LEFT)
+
+    def wait(self, stream: Any = None) -> None:
         pass
 
     def destroy(self) -> None:
@@ -167,12 +179,15 @@ class SocketComm:
 class GpuComm:
     """Ranks with a GPU each, by NCCL; or ranks that share GPUs, which NCCL refuses, by their sockets. Tensors on GPUs.
 
-    nccl: a pynccl.Communicator, which stays when this is destroyed; None for a rank alone, or one that shares a GPU.
+    nccl: a pynccl.NcclCommunicator, which stays when this is destroyed; None for a rank alone, or one that shares a
+    GPU. NCCL does not notice that a peer is gone. Its connection's end tells, and so on from rank to rank.
     """
 
     def __init__(self, sockets: SocketComm, nccl: Any) -> None:
         self.rank, self.size = sockets.rank, sockets.size
         self._sockets, self._nccl = sockets, nccl
+        if nccl is not None:
+            nccl.watch = sockets.look
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
         if self.size == 1:
@@ -184,6 +199,7 @@ class GpuComm:
         return list(out) if self.rank == 0 else None
 
     def connect(self, rendezvous: str) -> None:
+        assert self._nccl is None, "a communicator of NCCL's is made once, and so are the graphs that hold it"
         self._sockets.connect(rendezvous)
 
     @property
@@ -199,18 +215,25 @@ class GpuComm:
             self._nccl.allgather(x, out)
 
     def relay(self, x: Tensor, source: int, targets: Sequence[int]) -> None:
-        host = x.cpu()
-        self._sockets.relay(host, source, targets)
-        x.copy_(host)
+        """By NCCL it is enqueued."""
+        if self._nccl is None:
+            host = x.cpu()
+            self._sockets.relay(host, source, targets)
+            x.copy_(host)
+        elif self.rank == source:
+            for target in targets:
+                self._nccl.send(x, target)
+        elif self.rank in targets:
+            self._nccl.recv(x, source)
 
-    def wait(self, meanwhile: Callable[[float], None] | None = None) -> None:
+    def wait(self, stream: Any = None, meanwhile: Callable[[float], None] | None = None) -> None:
         if self._nccl is not None:
-            self._nccl.wait(meanwhile=meanwhile)
+            self._nccl.wait(stream, meanwhile)
             return
-        done, start = torch.cuda.current_stream().record_event(), time.monotonic()
-        while not done.query():
-            if meanwhile is not None:
-                meanwhile(time.monotonic() - start)
+        stream, start = stream or torch.cuda.current_stream(), time.monotonic()
+        while meanwhile is not None and not stream.query():
+            meanwhile(time.monotonic() - start)
+        stream.synchronize()
 
     def destroy(self) -> None:
         self._sockets.destroy()
@@ -224,7 +247,8 @@ def join_nccl(sockets: SocketComm, device: str, deadline_s: float) -> Any:
     if sockets.rank == 0:
         name = torch.frombuffer(bytearray(pynccl.unique_id()), dtype=torch.uint8)
     name = sockets.allgather(name, [UNIQUE_ID_BYTES] + [0] * (sockets.size - 1))
-    return pynccl.init(name.numpy().tobytes(), sockets.rank, sockets.size, device=device, deadline_s=deadline_s)
+    named = name.numpy().tobytes(), sockets.rank, sockets.size
+    return pynccl.init(*named, device=device, deadline_s=deadline_s, watch=sockets.look)
 
 
 def _accept(path: str, size: int, timeout_s: float) -> list[socket.socket]:
@@ -248,6 +272,9 @@ def _accept(path: str, size: int, timeout_s: float) -> list[socket.socket]:
             hello = bytearray(HELLO.size)
             _receive(peer, memoryview(hello))
             peers[HELLO.unpack(hello)[0]] = peer
+    with suppress(OSError):  # somebody else's files in it
+        os.unlink(path)
+        os.rmdir(os.path.dirname(path))  # a driver that is killed from now on leaves nothing
     return [peers[rank] for rank in range(1, size)]
 
 
@@ -280,5 +307,5 @@ def _receive(peer: socket.socket, buffer: memoryview) -> None:
     while len(buffer):
         count = peer.recv_into(buffer)
         if count == 0:
-            raise ConnectionResetError("a peer has closed its connection")
+            raise ConnectionResetError(PEER_LEFT)
         buffer = buffer[count:]

@@ -1,7 +1,5 @@
 """The one writer of the log: numbers the steps, sends the pending entries along, compares the digests."""
 
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,7 +17,7 @@ from tpverify.kv.log import KvLog, Move, Moved
 from tpverify.kv.pacer import Pacer
 from tpverify.kv.slots import LIVE, NO_SLOTS, Slots
 from tpverify.runtime.messages import Configure, Frame, Ping, RowHashes, Step, Work, Write
-from tpverify.runtime.ranks import RENDEZVOUS, START_DEADLINE_S, Answer, RankGroup
+from tpverify.runtime.ranks import START_DEADLINE_S, Answer, RankGroup, meeting
 from tpverify.runtime.recovery import Recovered, Recovery, checked_restarts, require_tables
 
 SCATTERED = 16  # extents: a chain of more is brought together by itself, to GOAL or fewer
@@ -59,8 +57,8 @@ class Coordinator:
         self._wave: tuple[Moved, float] | None = None  # that the next step carries, and the seconds its plan took
         self._answered = ""
         group.coordinator = self
-        with tempfile.TemporaryDirectory(prefix="tpverify-") as directory:
-            configure = Configure(self.tp, num_slots, kind, options, os.path.join(directory, RENDEZVOUS))
+        with meeting() as rendezvous:
+            configure = Configure(self.tp, num_slots, kind, options, rendezvous, group.generation)
             self._recovery = Recovery(group, configure, self._log, 0)
             self._step(configure, (), None, START_DEADLINE_S)
         self._recovery = Recovery(group, configure, self._log, max_restarts)

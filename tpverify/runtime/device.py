@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from typing import Any, NamedTuple
 
 import ray
@@ -10,6 +11,7 @@ from tpverify.config import MlaGeometry
 from tpverify.errors import ArgumentError, ClusterError
 
 GIB = 1 << 30
+FREED_S = 5.0  # a GPU's memory is free again a moment after the process that had it
 Refusal = tuple[str, str, Any, bool]  # argument, what is expected, what came, and whether that is refused
 
 
@@ -110,8 +112,11 @@ def latent_pool(layers: int, num_slots: int, row_dim: int, dtype: Any, device: A
 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what an earlier worker of this process had
-        free, total = torch.cuda.mem_get_info(device)
-        check_room(layers, num_slots, row_dim * dtype.itemsize, free, total)
+        size = layers, num_slots, row_dim * dtype.itemsize
+        end = time.monotonic() + FREED_S
+        while math.prod(size) > torch.cuda.mem_get_info(device)[0] and time.monotonic() < end:
+            time.sleep(0.05)
+        check_room(*size, *torch.cuda.mem_get_info(device))
     return torch.zeros(layers, num_slots, row_dim, dtype=dtype, device=device)
 
 

@@ -40,7 +40,7 @@ class Engine:
     that changes no bit; on GPUs rows round as the step that computed them did, which may have had another shape. group:
     ranks to use instead of starting some, wherever they are; closing the engine leaves them running. max_restarts: how
     many ranks that die, or hang past deadline_s, are replaced while another rank is left to take their rows from. What
-    is generated does not change by a token; a warning and stats() tell. CPU ranks only.
+    is generated does not change by a token; a warning and stats() tell.
 
     Raises ArgumentError (bad input, a checkpoint that lacks a tensor, tp that does not divide the heads), before any
     rank is started; ClusterError (no place for the ranks, or an engine that has ended); RankFailure (a rank died or

@@ -21,7 +21,8 @@ class _Work(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class Configure(_Work, frozen=True):
     """Start afresh: empty tables over num_slots, and a worker of `kind` (see rank.WORKERS) on ranks 0..tp-1.
 
-    rendezvous: path where those ranks meet to build their communicator. options: the worker's own.
+    rendezvous: path where those ranks meet to build their communicator. options: the worker's own. generation: how
+    often processes of the group have been started; communicators that ranks keep from an earlier one have lost a rank.
     """
 
     tp: int
@@ -29,11 +30,13 @@ class Configure(_Work, frozen=True):
     kind: str
     options: dict[str, Any]
     rendezvous: str
+    generation: int = 0
 
 
 class Join(_Work, frozen=True):
     """Build the communicator of ranks 0..tp-1 anew, since some of them are. A rank without tables starts as `configure`
-    says, with those of the snapshot, and waits for its rows; the others keep what they have.
+    says, with those of the snapshot, and waits for its rows; the others keep theirs. Workers whose graphs hold a
+    communicator of NCCL's are built anew around them.
     """
 
     configure: Configure

@@ -70,6 +70,7 @@ class Kept:
             comm.relay(rows, work.source, work.targets)
             if filled:
                 table.index_copy_(0, index, rows)
+        comm.wait()
         if filled and self._derive is not None:
             positions = replica.positions(slots)
             slots, positions = slots[positions >= 0], positions[positions >= 0]

@@ -1,5 +1,6 @@
 """One rank: applies the log, hands the work to its worker, answers with its digest."""
 
+import gc
 import importlib
 import time
 import traceback
@@ -36,7 +37,7 @@ PEER_GONE = (ConnectionError, TimeoutError)  # what a communicator raises when a
 
 
 class Worker(Protocol):
-    """What a rank computes. Built as Worker(comm, device, options).
+    """What a rank computes. Built as Worker(comm, device, options), or with an earlier worker's `kept` after these.
 
     kept: moves.Kept, all that it has by slot. Its rows are moved before anything else is read or written.
     """
@@ -55,8 +56,10 @@ class RankServer:
         self.rank, self.device, self.nccl, self.timeout_s = rank, device, nccl, timeout_s
         self.replica: Replica | None = None
         self.worker: Worker | None = None
+        self.kept: Any = None  # the worker's, also while there is none
         self.comm: Any = None
         self._joined: dict[int, Any] = {}  # by number of ranks: NCCL's communicators serve every later Configure
+        self._generation = 0  # that they are of
 
     def answer(self, message: list[memoryview]) -> list[Frame]:
         number, digest, moved, error, result, working, interrupted = -1, "", "", None, None, False, False
@@ -94,9 +97,9 @@ class RankServer:
         return self.replica.digest()  # of all it holds: an entry that only this rank applied shows
 
     def _move(self) -> str:
-        if self.worker is None or self.replica is None:
+        if self.kept is None or self.replica is None:
             return ""
-        return " ".join(self.worker.kept.move(src, dst, self.replica) for src, dst in self.replica.take_moves())
+        return " ".join(self.kept.move(src, dst, self.replica) for src, dst in self.replica.take_moves())
 
     def _handle(self, work: Work, frames: list[memoryview]) -> tuple[Any, list[Frame]]:
         if isinstance(work, Ping):
@@ -112,34 +115,54 @@ class RankServer:
         if self.worker is None or self.replica is None:
             raise RuntimeError(f"this rank has no worker for {type(work).__name__}")
         if isinstance(work, Refill):
-            self.worker.kept.refill(work, self.comm, self.replica)
+            self.kept.refill(work, self.comm, self.replica)
             return None, []
         if isinstance(work, ContentDigest | RowHashes):
-            return self.worker.kept.answer(work, self.replica), []
+            return self.kept.answer(work, self.replica), []
         return self.worker.handle(work, frames, self.replica)
 
     def _configure(self, work: Configure) -> None:
         if self.comm is not None:
             self.comm.destroy()
-        self.worker = self.comm = None  # frees the old pool before the new one is built
-        if work.kind == TABLES:
-            return
+        self.worker = self.kept = self.comm = None  # frees the old pool before the new one is built
+        if work.kind != TABLES:
+            self._build(work)
+
+    def _build(self, work: Configure) -> None:
         from tpverify.runtime.comm import GpuComm, SocketComm, join_nccl
 
         module, name = WORKERS[work.kind].split(":")
         build = getattr(importlib.import_module(module), name)
+        self._forget_earlier_than(work.generation)
         self.comm = sockets = SocketComm(work.rendezvous, self.rank, work.tp, self.timeout_s)
         if self.device != "cpu":
             if self.nccl and work.tp > 1 and work.tp not in self._joined:
                 self._joined[work.tp] = join_nccl(sockets, self.device, self.timeout_s)
             self.comm = GpuComm(sockets, self._joined.get(work.tp))
-        self.worker = build(self.comm, self.device, work.options)
+        earlier = [] if self.kept is None else [self.kept]
+        self.worker = build(self.comm, self.device, work.options, *earlier)
+        self.kept = self.worker.kept
 
     def _join(self, work: Configure) -> None:
-        if self.comm is None:
+        if self.kept is None:
             self._configure(work)
+        elif self.nccl and work.tp > 1:
+            self.comm.destroy()
+            self.worker = None  # its graphs hold the communicator that is to end
+            self._build(work)
         else:
             self.comm.connect(work.rendezvous)
+
+    def _forget_earlier_than(self, generation: int) -> None:
+        """End the communicators that have lost a rank. No worker is left whose graphs hold them."""
+        if self._joined and generation != self._generation:
+            gc.collect()  # what was built in vain, and holds itself together with the error that ended it
+            for nccl in self._joined.values():
+                nccl.abort()
+            for nccl in self._joined.values():
+                nccl.destroy()
+            self._joined = {}
+        self._generation = generation
 
     def _preflight(self, work: Preflight) -> dict[str, Any]:
         from tpverify import pynccl

@@ -29,6 +29,7 @@ CONTROL = "control"  # the concurrency group that answers while a step runs
 RENDEZVOUS = "rendezvous"  # the socket at which ranks meet, in a directory of ours
 START_DEADLINE_S = 120.0  # to start a process and import torch, which many ranks do at once on few cores
 NO_PEER_TO_PEER = {"NCCL_P2P_DISABLE": "1"}  # what NCCL is told where GPUs cannot reach each other's memory
+ECHOES = "ConnectionResetError", "BrokenPipeError"  # of a rank whose peer has left, for reasons of its own
 POLL_S = 0.05  # how long a dead rank can go unnoticed
 BLAME_S = 1.0  # how long to look for the cause behind an error or a silence
 LOST_S = 4.0  # how long, for the lost peer because of which a rank could not go on
@@ -38,6 +39,13 @@ REAP_S = 10.0  # what the kernel gets, on a busy machine, after that
 
 class RankLost(RankFailure):
     """The rank's process is gone or hangs; what the other ranks have is as it should be."""
+
+
+@contextmanager
+def meeting() -> Iterator[str]:
+    """The path at which ranks meet, in a directory of ours. With its removal the meeting is over, or called off."""
+    with tempfile.TemporaryDirectory(prefix="tpverify-") as directory:
+        yield os.path.join(directory, RENDEZVOUS)
 
 
 class Answer(NamedTuple):
@@ -57,10 +65,13 @@ class RankGroup:
     device: "auto" takes GPUs if the node has one for every rank. deadline_s bounds the wait for a place and every step.
     oversubscribe: ranks share GPUs, for parity tests only. transport: "zmq", or "ray" for plain actor calls.
     device_reason: why "auto" took CPUs. collectives: what carries a step's results; for "nccl" by which paths, whether
-    GPUs read each other's memory, and microseconds of an all-gather by bytes a rank.
+    GPUs read each other's memory, and microseconds of an all-gather by bytes a rank. generation: how often processes
+    were started.
     After any failure, Ctrl-C included, everything is released, and a new group can start on the same cluster.
     Raises ArgumentError, ClusterError (no place for the ranks), RankFailure (a rank did not start).
     """
+
+    generation = 0
 
     def __init__(
         self,
@@ -134,6 +145,7 @@ class RankGroup:
     def start_anew(self, ranks: Sequence[int]) -> None:
         """Start processes for these ranks, which have none or have lost theirs; returns when they answer. RankFailure
         for one that does not."""
+        self.generation += 1
         for rank in ranks:
             self.pids[rank] = 0
             self._actors[rank] = self._new_actor(rank)
@@ -144,8 +156,8 @@ class RankGroup:
             self.pids[rank] = pid
 
     def _preflight(self, peer_to_peer: bool) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(prefix="tpverify-") as directory:
-            work = Preflight(self.size, os.path.join(directory, RENDEZVOUS))
+        with meeting() as rendezvous:
+            work = Preflight(self.size, rendezvous)
             answers = self.call(Step(0, 1, [], work), deadline_s=START_DEADLINE_S)
         found = [answer.result() for answer in answers]
         hung = [result for result in found if "hung" in result]
@@ -255,12 +267,12 @@ class RankGroup:
                 self._look_for_dead(number, 0.0)
                 if late and time.monotonic() > end:
                     self._raise_late(late, number, deadline_s)
-        answers = [self.answers[rank] for rank in ranks]
-        for rank, answer in zip(ranks, answers, strict=True):
-            if answer.reply.error is not None:
-                self._look_for_dead(number, LOST_S)
-                raise RankFailure(rank, number, answer.reply.error)
-        return answers
+        errors = [(rank, text) for rank in ranks if (text := self.answers[rank].reply.error) is not None]
+        if errors:
+            self._look_for_dead(number, LOST_S)
+            rank, text = min(errors, key=lambda error: error[1].startswith(ECHOES))
+            raise RankFailure(rank, number, text)
+        return [self.answers[rank] for rank in ranks]
 
     def _receive(self, rank: int, number: int, timeout_s: float) -> bool:
         """Whether the rank has answered, now or before."""

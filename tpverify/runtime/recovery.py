@@ -5,6 +5,7 @@ Everything else stands still meanwhile, so there is nothing to lease and no posi
    the others by closing theirs. Each answers that it was interrupted, with the entries of the step applied.
 2. A new actor starts in the same bundle of the placement group.
 3. All ranks meet anew (Join). The new one loads its weights and takes the tables of a snapshot at the log's end.
+   Where CUDA graphs hold a communicator of NCCL's, each rank ends both, and builds all but its rows anew.
 4. The lowest rank that was not lost sends all rows in use (Refill), some hundreds at a time.
 5. Structural digests come with every answer; hashes of the rows sent are compared (RowHashes).
 6. The step is sent again. Entries that are repeated are not applied twice, the work writes the same rows to the same
@@ -13,8 +14,6 @@ A rank lost in 2 to 5 is ended too, and all begins again with those that are lef
 """
 
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from tpverify.kv import extents
 from tpverify.kv.log import KvLog
 from tpverify.kv.slots import NO_SLOTS, Slots
 from tpverify.runtime.messages import Configure, Frame, Join, Refill, Reply, RowHashes, Step, Work
-from tpverify.runtime.ranks import RENDEZVOUS, START_DEADLINE_S, Answer, RankGroup, RankLost
+from tpverify.runtime.ranks import START_DEADLINE_S, Answer, RankGroup, RankLost, meeting
 
 ROWS_AT_ONCE = 512  # of a refill: 36 MB with 61 layers of 1,152 bytes
 
@@ -92,7 +91,7 @@ class Recovery:
             try:
                 answers = self._group.attempt(step, frames, own, self._ranks, deadline_s)
             except RankLost as lost:
-                if self._left == 0 or self._group.device != "cpu":
+                if self._left == 0:
                     raise
                 recovered = self._replace(lost, step, time.perf_counter() - start)
                 continue
@@ -151,8 +150,9 @@ class Recovery:
         require_tables(replies, number, self._log.digest())
 
     def _join(self, step: Step) -> None:
-        with tempfile.TemporaryDirectory(prefix="tpverify-") as directory:  # gone, it calls the meeting off
-            configure = msgspec.structs.replace(self._configure, rendezvous=os.path.join(directory, RENDEZVOUS))
+        with meeting() as rendezvous:
+            now = {"rendezvous": rendezvous, "generation": self._group.generation}
+            configure = msgspec.structs.replace(self._configure, **now)
             self._ask(step, Join(configure, self._log.snapshot()), START_DEADLINE_S)
 
     def _refill(self, step: Step, slots: Slots, source: int, targets: list[int]) -> None:

@@ -12,25 +12,27 @@ from tpverify.runtime import messages
 from tpverify.runtime.messages import Configure, Ping, Reply, Step
 from tpverify.runtime.rank import TABLES, RankServer
 
-PERIOD_S = 4e-3  # code is a third as slow again after 2 ms, three times as slow after 5
+SHORT_S = 4e-3  # waits in which code stays warm enough: twice as slow after 2 ms, three times after 5, eight after 20
+LATE = 0.85  # of the wait before: late enough to stay warm, and over before this wait is
 NODES, MOST = 32, 1024  # of a tree; positions of a sequence before another takes its place
 
 
 class Rehearsal:
-    """Call it with the seconds that a wait has lasted, as often as the wait looks: it rehearses once a PERIOD_S. Short
-    waits are left alone."""
+    """Call it with the seconds that a wait has lasted, as often as the wait looks. Once in each it rehearses, shortly
+    before the end if it lasts as long as the one before."""
 
     def __init__(self) -> None:
         self._log, self._server = KvLog(MOST + 4 * NODES, 1), RankServer(0, "cpu", False, 1.0)
-        self._seq, self._number, self._turn = self._log.open(), 0, 0
+        self._seq, self._number = self._log.open(), 0
+        self._waited = self._last = 0.0
         self._step(Configure(1, MOST + 4 * NODES, TABLES, {}, ""))
 
     def __call__(self, waited_s: float) -> None:
-        turn = int(waited_s / PERIOD_S)
-        if turn != self._turn:
-            self._turn = turn
-            if turn:
-                self.rehearse()
+        if waited_s < self._waited:  # a new wait has begun
+            self._last, self._waited = self._waited, 0.0
+        if self._waited < max(SHORT_S, LATE * self._last) <= waited_s:
+            self.rehearse()
+        self._waited = waited_s
 
     def rehearse(self) -> None:
         """A step of a drafted tree, of which three nodes are committed."""

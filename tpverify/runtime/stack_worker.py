@@ -1,4 +1,8 @@
-"""The attention stack on one GPU rank: a step is its tables' upload, two CUDA graphs and one small download."""
+"""The attention stack on one GPU rank: a step is its tables' upload, four CUDA graphs and one small download.
+
+The GPU works from the first graph on: it needs no tables, which are packed meanwhile, and a graph of 61 layers takes
+longer to launch than one layer takes to run (plan 0004).
+"""
 
 import time
 from array import array
@@ -32,6 +36,8 @@ from tpverify.runtime.moves import Kept
 from tpverify.runtime.rehearsal import NODES, Rehearsal
 from tpverify.runtime.stages import StageClock
 
+FIRST = 1  # layers of a graph that is launched by itself: the launch of the others takes less time than they do
+
 
 class StackOptions(msgspec.Struct, frozen=True):
     """config: fields of a ModelConfig. buckets: (requests, nodes in all) of a step at most. parts, seed: as of
@@ -48,12 +54,12 @@ class StackWorker:
     """Rank r of tp. The pool starts with random rows, the same on every rank: positions that the log commits are the
     prefix of a text that nobody had to compute.
 
-    Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds for "plan" (the tables,
-    packed, copied and planned, and the nodes' rows packed), "layers" (these rows copied, too), "head" (the argmax,
-    after the product if "gemm" is among the parts) and "accept" (the walk, on the host).
+    Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds for "plan" (the nodes'
+    rows packed; the tables packed, copied and planned, beside what comes before the first attention), "layers", "head"
+    (the argmax, after the product if "gemm" is among the parts) and "accept" (the walk, on the host).
     """
 
-    def __init__(self, comm: GpuComm, device: str, options: dict[str, Any]) -> None:
+    def __init__(self, comm: GpuComm, device: str, options: dict[str, Any], kept: Kept | None = None) -> None:
         shape = msgspec.convert(options, StackOptions)
         torch.set_num_threads(1)  # ranks share cores
         torch.set_grad_enabled(False)
@@ -61,9 +67,8 @@ class StackWorker:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         config = ModelConfig(**shape.config)
-        self.pool = latent_pool(config.num_hidden_layers, shape.num_slots, ROW_DIM, torch.bfloat16, self.device)
-        self.pool.normal_(generator=torch.Generator(self.device).manual_seed(shape.seed))
-        self.kept = Kept(self.pool)
+        self.kept = kept or _random_rows(config.num_hidden_layers, shape, self.device)
+        self.pool = self.kept.pool
         self.stack = AttentionStack(config, comm.rank, comm.size, self.device, torch.bfloat16, shape.seed, shape.parts)
         buckets = [Bucket(*bucket) for bucket in shape.buckets]
         most = max((bucket.nodes for bucket in buckets), default=0)
@@ -84,8 +89,11 @@ class StackWorker:
         self._downloads = {bucket: (self._answer[: bucket.nodes], self._choices[: bucket.nodes]) for bucket in buckets}
         self._clock = StageClock(self.device)
         self._rehearsal = StackRehearsal(self.device)
-        self._layers = Graphs(self._run_layers, buckets)
-        self._head = Graphs(self._run_head, buckets)
+        first, others = range(FIRST), range(FIRST, config.num_hidden_layers)
+        self._enter = Graphs(self._run_enter, buckets, comm.wait)
+        self._first = Graphs(lambda bucket: self._run_layers(first, bucket), buckets, comm.wait)
+        self._others = Graphs(lambda bucket: self._run_layers(others, bucket), buckets, comm.wait)
+        self._head = Graphs(self._run_head, buckets, comm.wait)
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
@@ -101,19 +109,24 @@ class StackWorker:
         plan.update([VerifyRequest(prefix, np.zeros(n, np.int64), TreeMask.chain(n)) for n in sizes])
         return plan
 
-    def _run_layers(self, bucket: Bucket) -> None:
+    def _run_enter(self, bucket: Bucket) -> None:
+        # Part of the graph: one more call of torch takes tens of microseconds in code that has left the caches since
+        # the step before.
+        packed, inputs = (all_[: 3 * bucket.nodes] for all_ in (self._packed, self._inputs))
+        inputs.copy_(packed, non_blocking=True)
+        tokens, positions, rows = inputs.view(3, -1)
+        self.stack.enter(self._buffers[bucket], tokens, positions, rows, self.pool)
+
+    def _run_layers(self, layers: range, bucket: Bucket) -> None:
         n, plan, buffers = bucket.nodes, self._plans[bucket], self._buffers[bucket]
         scale = self.stack.config.softmax_scale
 
         def attend(layer: int, q: Tensor, out: Tensor) -> None:
             plan.run(q, self.pool[layer], out, self._lse[:n], scale)
 
-        # Part of the graph: one more call of torch takes tens of microseconds in code that has left the caches since
-        # the step before.
-        inputs = self._inputs[: 3 * n].copy_(self._packed[: 3 * n], non_blocking=True)
-        tokens, positions, rows = inputs.view(3, n)
-        hidden = self.stack(buffers, tokens, positions, rows, self.pool, attend, self._gather)
-        self._hidden[:n] = hidden
+        self.stack.run(layers, buffers, self._inputs[2 * n : 3 * n], self.pool, attend, self._gather)
+        if layers.stop == len(self.stack.layers):
+            self._hidden[:n] = self.stack.leave(buffers)
 
     def _run_head(self, bucket: Bucket) -> None:
         n = bucket.nodes
@@ -133,18 +146,20 @@ class StackWorker:
         for request in requests:
             self._check(request)
         nodes = sum(map(len, requests))
-        bucket = self._layers.bucket_for(len(requests), nodes)
+        bucket = self._enter.bucket_for(len(requests), nodes)
         _pack(self._rows[bucket], requests)
+        self._enter.replay(bucket)
         self._plans[bucket].take([request.verify for request in requests])
         self._clock.mark("plan")
-        self._layers.replay(bucket)
+        self._first.replay(bucket)
+        self._others.replay(bucket)
         self._clock.mark("layers")
         self._head.replay(bucket)
         answer, choices = self._downloads[bucket]
         answer.copy_(choices, non_blocking=True)
         self._clock.mark("head")
         children = [_children(request) for request in requests]  # while the GPU is busy
-        self.comm.wait(self._rehearsal)
+        self.comm.wait(meanwhile=self._rehearsal)
         if self.comm.rank != 0:
             return None
         start, first, found = time.perf_counter(), 0, []
@@ -199,6 +214,11 @@ class StackRehearsal(Rehearsal):
         with torch.cuda.stream(self._stream):
             self._plan.take([request.verify])
         _walk(_children(request), tokens.tolist(), 0)
+
+
+def _random_rows(layers: int, shape: StackOptions, device: torch.device) -> Kept:
+    pool = latent_pool(layers, shape.num_slots, ROW_DIM, torch.bfloat16, device)
+    return Kept(pool.normal_(generator=torch.Generator(device).manual_seed(shape.seed)))
 
 
 Children = dict[tuple[int, int], int]  # a node by its parent and its token, the root included
