@@ -85,7 +85,7 @@ def rows_of(ranks: int, device: str, steps: int) -> list[dict[str, Any]]:
         group, started = start(ranks, device, transport)
         with group:
             row = {"row": f"empty, {transport}", **empty_step(group, steps)}
-            if transport == "zmq":
+            if transport == "socket":
                 few = max(10, steps // 20)
                 rows += [verify_step(group, *shape, few) for shape in VERIFY[group.device]]
                 if group.device == "cuda":

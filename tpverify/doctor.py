@@ -16,8 +16,7 @@ import tpverify
 from tpverify import native
 from tpverify.errors import ArgumentError
 
-PACKAGES = ("numpy", "ray", "zmq", "msgspec", "safetensors", "rich")
-DISTRIBUTIONS = {"zmq": "pyzmq"}
+PACKAGES = ("numpy", "ray", "msgspec", "safetensors", "rich")
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_BYTES = 256 << 20  # Ray's object store of 128 MB, and as much again beside it
 
@@ -56,7 +55,7 @@ Answer = tuple[bool, str]  # is it there, and which or why not
 
 def _package(name: str) -> Answer:
     importlib.import_module(name)
-    return True, importlib.metadata.version(DISTRIBUTIONS.get(name, name))
+    return True, importlib.metadata.version(name)
 
 
 def _torch() -> Answer:

@@ -24,7 +24,7 @@ def test_this_machine_can_run(tpverify: Callable) -> None:
     findings = {finding["name"]: finding for finding in done.json["findings"]}
     assert done.code == 0 and done.json["can_run"]
     assert findings["torch"]["detail"].startswith(torch.__version__)
-    assert {"tpverify", "ray", "zmq", "native host library", "CUDA library", "GPUs", "cores"} <= set(findings)
+    assert {"tpverify", "ray", "msgspec", "native host library", "CUDA library", "GPUs", "cores"} <= set(findings)
     assert all(finding["detail"] for finding in findings.values())
     assert all(finding["found"] for finding in findings.values() if finding["required"])
 

@@ -67,7 +67,7 @@ def released() -> Iterator[None]:
     assert now() == before
 
 
-@pytest.mark.parametrize("transport", ["zmq", "ray"])
+@pytest.mark.parametrize("transport", ["socket", "ray"])
 def test_a_group_from_start_to_end(transport: str) -> None:
     """Frames reach the ranks that they are meant for, log entries reach all, closing ends every process."""
     with released():
@@ -280,7 +280,7 @@ def test_place_that_is_taken_is_an_error_at_the_deadline() -> None:
         ({"size": 1, "deadline_s": None}, "deadline_s"),
         ({"size": True}, "size"),
         ({"size": 1, "device": None}, "device"),
-        ({"size": 1, "transport": ["zmq"]}, "transport"),
+        ({"size": 1, "transport": ["socket"]}, "transport"),
         ({"size": 1, "oversubscribe": 1}, "oversubscribe"),
     ],
 )

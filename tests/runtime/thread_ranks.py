@@ -98,9 +98,6 @@ class ThreadTransport:
     def start(self, rank: int, actor: Process) -> Any:
         return actor.dead
 
-    def settled(self) -> None:
-        pass
-
     def send(self, rank: int, message: Sequence[Frame]) -> None:
         self.processes[rank].inbox.put([memoryview(bytes(frame)) for frame in message])
 

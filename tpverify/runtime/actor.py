@@ -28,11 +28,11 @@ class Rank:
         keep_freed_memory()
         self._server: Any = RankServer(rank, own_gpu() if device == "cuda" else device, nccl, timeout_s)
 
-    def run(self, endpoint: str) -> None:
-        """Serve the socket at `endpoint`."""
+    def run(self, endpoint: str, spin_s: float) -> None:
+        """Serve the driver that listens at `endpoint`."""
         from tpverify.runtime.transport import serve
 
-        serve(endpoint, self._server.answer)
+        serve(endpoint, spin_s, self._server.answer)
 
     def idle(self) -> None:
         """Stand in for `run` where no socket is served."""

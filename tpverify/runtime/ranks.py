@@ -22,14 +22,15 @@ from tpverify.runtime import cluster, messages
 from tpverify.runtime.actor import Rank
 from tpverify.runtime.device import Place, choose
 from tpverify.runtime.messages import Frame, Ping, Preflight, Reply, Step
-from tpverify.runtime.transport import CALLS, RayTransport, Transport, ZmqTransport
+from tpverify.runtime.transport import CALLS, RayTransport, SocketTransport, Transport
 
-TRANSPORTS: dict[str, Callable[[int], Transport]] = {"zmq": ZmqTransport, "ray": RayTransport}
+TRANSPORTS: dict[str, Callable[[int, float], Transport]] = {"socket": SocketTransport, "ray": RayTransport}
 CONTROL = "control"  # the concurrency group that answers while a step runs
 RENDEZVOUS = "rendezvous"  # the socket at which ranks meet, in a directory of ours
 START_DEADLINE_S = 120.0  # to start a process and import torch, which many ranks do at once on few cores
 NO_PEER_TO_PEER = {"NCCL_P2P_DISABLE": "1"}  # what NCCL is told where GPUs cannot reach each other's memory
 ECHOES = "ConnectionResetError", "BrokenPipeError"  # of a rank whose peer has left, for reasons of its own
+SPIN_S = 0.05  # how long to look for the answers of GPU ranks without sleeping: a step is over by then
 POLL_S = 0.05  # how long a dead rank can go unnoticed
 BLAME_S = 1.0  # how long to look for the cause behind an error or a silence
 LOST_S = 4.0  # how long, for the lost peer because of which a rank could not go on
@@ -63,7 +64,7 @@ class RankGroup:
     """`size` ranks on the driver's node, each an actor with one torch thread, or with a GPU of its own.
 
     device: "auto" takes GPUs if the node has one for every rank. deadline_s bounds the wait for a place and every step.
-    oversubscribe: ranks share GPUs, for parity tests only. transport: "zmq", or "ray" for plain actor calls.
+    oversubscribe: ranks share GPUs, for parity tests only. transport: "socket", or "ray" for plain actor calls.
     device_reason: why "auto" took CPUs. collectives: what carries a step's results; for "nccl" by which paths, whether
     GPUs read each other's memory, and microseconds of an all-gather by bytes a rank. generation: how often processes
     were started.
@@ -78,7 +79,7 @@ class RankGroup:
         size: int,
         device: str = "auto",
         deadline_s: float = 30.0,
-        transport: str = "zmq",
+        transport: str = "socket",
         oversubscribe: bool = False,
     ) -> None:
         self.size, self.deadline_s = check_int("size", size, 1, 1024), check_deadline(deadline_s)
@@ -100,7 +101,7 @@ class RankGroup:
             self.close()
             raise
 
-    def _start(self, device: str, transport: Callable[[int], Transport], oversubscribe: bool) -> None:
+    def _start(self, device: str, transport: Callable[[int, float], Transport], oversubscribe: bool) -> None:
         cluster.check_socket_path(os.path.join(tempfile.gettempdir(), "tpverify-01234567", RENDEZVOUS))
         self._resources.enter_context(cluster.session())
         place = choose(self.size, device, oversubscribe, cluster.this_node().gpus)
@@ -118,14 +119,14 @@ class RankGroup:
     def _start_ranks(
         self,
         running: ExitStack,
-        transport: Callable[[int], Transport],
+        transport: Callable[[int, float], Transport],
         bundles: Any,
         where: Place,
         environment: dict[str, str],
     ) -> None:
         """running: unwound, it ends them."""
         self._actors, self._sentinels, self.pids = [None] * self.size, [None] * self.size, [0] * self.size
-        self.transport = transport(self.size)
+        self.transport = transport(self.size, SPIN_S if where.device == "cuda" else 0.0)
         running.callback(self.transport.close)
         running.callback(self.end, range(self.size))
         # A rank waits for its peers longer than the driver does for it, so that the driver is first to say who is late.
@@ -151,7 +152,6 @@ class RankGroup:
             self._actors[rank] = self._new_actor(rank)
             self._sentinels[rank] = self.transport.start(rank, self._actors[rank])
         self.attempt(Step(0, 1, [], Ping()), (), None, ranks, START_DEADLINE_S)
-        self.transport.settled()
         for rank, pid in zip(ranks, self._collect_pids(ranks), strict=True):
             self.pids[rank] = pid
 

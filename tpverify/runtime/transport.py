@@ -1,97 +1,118 @@
 """Two ways to carry a message to a rank and its answer back: sockets for serving, Ray calls as their oracle."""
 
-import os
-import shutil
-import tempfile
+import select
+import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import ray
-import zmq
 
+from tpverify.runtime.connection import Connection, Link
 from tpverify.runtime.messages import Frame
 
 CALLS = "calls"  # the actor's concurrency group for RayTransport
+RANK_SPIN_S = 5e-3  # how long a rank that spins looks for the next step: the driver's work between two is over by then
+MEANWHILE_S = 5e-3  # from a call of Transport.meanwhile to the next
 
 
 class Transport(Protocol):
-    """One message in flight a rank. A rank that is gone never answers: whoever waits looks after the ranks too."""
+    """One message in flight a rank. A rank that is gone never answers: whoever waits looks after the ranks too.
+
+    Built with the number of ranks, and spin_s: how long after a send `receive` looks for the answer without sleeping;
+    0 where ranks share cores. meanwhile: what `receive` does now and then beside waiting, if spin_s is above 0.
+    """
+
+    meanwhile: Callable[[], None] | None
 
     def start(self, rank: int, actor: Any) -> Any:
         """Make the actor serve as this rank, in the place of an earlier one if there was. Returns a Ray reference that
         is ready only when the actor has ended."""
 
-    def settled(self) -> None:
-        """Called when all that were started have answered for the first time."""
-
-    def send(self, rank: int, message: Sequence[Frame]) -> None: ...
+    def send(self, rank: int, message: Sequence[Frame]) -> None:
+        """Never waits: `receive`, of any rank, sends the rest. Buffers must stay as they are until the answer."""
 
     def receive(self, rank: int, timeout_s: float) -> list[memoryview] | None:
-        """The rank's answer, or None if there is none within timeout_s."""
+        """The rank's answer, or None if there is none within timeout_s. ValueError if what came is no message."""
 
     def close(self) -> None: ...
 
 
-class ZmqTransport:
-    """A PAIR socket a rank over ipc://, bound by the rank in a private directory that lives only until all have met."""
+class SocketTransport:
+    """A Unix socket a rank. No call waits but `receive`, and that for all ranks at once."""
 
-    def __init__(self, size: int) -> None:
-        self._directory: str | None = None
-        self._context = zmq.Context(io_threads=1)
-        self._sockets: list[Any] = [None] * size
-        self._timeouts_ms = [-1] * size  # of receiving, as the sockets have them
-
-    def _connect(self, endpoint: str) -> zmq.Socket:
-        socket = self._context.socket(zmq.PAIR)
-        socket.linger = 0
-        socket.reconnect_ivl = 10  # ms; until the rank has bound it
-        socket.connect(endpoint)
-        return socket
+    def __init__(self, size: int, spin_s: float = 0.0) -> None:
+        self._links: list[Link | None] = [None] * size
+        self._spin_s, self._spin_end = spin_s, 0.0
+        self.meanwhile: Callable[[], None] | None = None
+        self._meanwhile_at = 0.0
 
     def start(self, rank: int, actor: Any) -> Any:
-        if self._directory is None:
-            self._directory = tempfile.mkdtemp(prefix="tpverify-")  # mode 0700
-        if self._sockets[rank] is not None:
-            self._sockets[rank].close(linger=0)
-        endpoint = "ipc://" + os.path.join(self._directory, str(rank))
-        self._sockets[rank], self._timeouts_ms[rank] = self._connect(endpoint), -1
-        return actor.run.remote(endpoint)
-
-    def settled(self) -> None:
-        if self._directory is not None:  # connections stay; a killed driver leaves nothing behind
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        self._close(rank)
+        link = self._links[rank] = Link(f"rank {rank}")
+        return actor.run.remote(link.endpoint, RANK_SPIN_S if self._spin_s else 0.0)
 
     def send(self, rank: int, message: Sequence[Frame]) -> None:
-        _send(self._sockets[rank], message)
+        self._link(rank).send(message)
+        self._spin_end = time.monotonic() + self._spin_s
 
     def receive(self, rank: int, timeout_s: float) -> list[memoryview] | None:
-        socket, timeout_ms = self._sockets[rank], round(timeout_s * 1000)
-        if timeout_ms != self._timeouts_ms[rank]:  # rarely: a poll before each receipt costs more than the receipt
-            socket.rcvtimeo = self._timeouts_ms[rank] = timeout_ms
-        try:
-            return _receive(socket)
-        except zmq.Again:
-            return None
+        awaited, end = self._link(rank), time.monotonic() + timeout_s
+        while True:
+            for link in self._unsent():
+                link.flush()
+            message, now = awaited.look(), time.monotonic()
+            if message is not None or now >= end:
+                return message
+            wait_s = end - now
+            if self._spin_s and self.meanwhile is not None:
+                if now >= self._meanwhile_at:
+                    self.meanwhile()
+                    self._meanwhile_at = time.monotonic() + MEANWHILE_S
+                    continue
+                wait_s = min(wait_s, self._meanwhile_at - now)
+            if now >= self._spin_end:
+                self._wait(awaited, wait_s)
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
-        self.settled()
+        for rank in range(len(self._links)):
+            self._close(rank)
+
+    def _link(self, rank: int) -> Link:
+        link = self._links[rank]
+        assert link is not None, "start comes first"
+        return link
+
+    def _close(self, rank: int) -> None:
+        if (link := self._links[rank]) is not None:
+            link.close()
+
+    def _unsent(self) -> list[Link]:
+        return [link for link in self._links if link is not None and link.unsent]
+
+    def _wait(self, awaited: Link, timeout_s: float) -> None:
+        """Until something comes from the awaited rank, or any rank takes more of its message: ranks wait for each
+        other, so one that is late must not keep the others from theirs."""
+        poll = select.poll()
+        for link in {awaited, *self._unsent()}:
+            if not link.gone:
+                incoming = select.POLLIN if link is awaited or link.listening else 0
+                poll.register(link.socket, incoming | (select.POLLOUT if link.unsent else 0))
+        poll.poll(timeout_s * 1000)
 
 
 class RayTransport:
-    """Ray actor calls. Several times slower a step than sockets, and nothing of ours in between."""
+    """Ray actor calls. Several times slower a step than sockets, and nothing of ours in between, nor in its waits."""
 
-    def __init__(self, size: int) -> None:
+    meanwhile: Callable[[], None] | None = None
+
+    def __init__(self, size: int, spin_s: float = 0.0) -> None:
         self._actors: list[Any] = [None] * size
         self._answers: list[Any] = [None] * size
 
     def start(self, rank: int, actor: Any) -> Any:
         self._actors[rank] = actor
         return actor.idle.remote()
-
-    def settled(self) -> None:
-        pass
 
     def send(self, rank: int, message: Sequence[Frame]) -> None:
         call = self._actors[rank].answer.options(concurrency_group=CALLS)
@@ -109,24 +130,26 @@ class RayTransport:
         self._actors = []
 
 
-def serve(endpoint: str, answer: Callable[[list[memoryview]], list[Frame]]) -> None:
-    """The rank's side of ZmqTransport: answer messages for ever."""
-    with zmq.Context(io_threads=1) as context, context.socket(zmq.PAIR) as socket:
-        socket.bind(endpoint)
+def serve(endpoint: str, spin_s: float, answer: Callable[[list[memoryview]], list[Frame]]) -> None:
+    """The rank's side of SocketTransport: answer messages until the driver is gone, which is a ConnectionError.
+
+    spin_s: how long it looks for the next one without sleeping.
+    """
+    with socket.socket(socket.AF_UNIX) as stream:
+        try:
+            stream.connect(endpoint)
+        except OSError as failure:
+            raise ConnectionError(f"no driver listens at {endpoint}: {failure}") from failure
+        driver = Connection("the driver", stream)
         while True:
-            _send(socket, answer(_receive(socket)))
+            driver.send(answer(_next(driver, spin_s)))
 
 
-def _send(socket: zmq.Socket, message: Sequence[Frame]) -> None:
-    """Most messages are one small frame, which takes a third of the code that several take. On cores that ranks share
-    that counts: whatever is run has left the caches since the step before."""
-    if len(message) == 1:
-        socket.send(message[0])
-    else:
-        socket.send_multipart(message, copy=False)
-
-
-def _receive(socket: zmq.Socket) -> list[memoryview]:
-    first = socket.recv(copy=False)
-    others = socket.recv_multipart(copy=False) if first.more else ()
-    return [first.buffer, *(frame.buffer for frame in others)]
+def _next(driver: Connection, spin_s: float) -> list[memoryview]:
+    end = time.monotonic() + spin_s
+    while time.monotonic() < end:
+        try:
+            return driver.receive(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+    return driver.receive()
