@@ -202,7 +202,7 @@ class StackRehearsal(Rehearsal):
         with torch.cuda.stream(self._stream):
             self._plan = VerifyPlan(MlaGeometry(1), 1, NODES, NODES, device)
         self._packed, self._slots = np.zeros((3, NODES), np.int64), np.arange(NODES, dtype=np.int32)
-        self._draw = np.random.default_rng(0)
+        self._clock, self._draw = StageClock(device), np.random.default_rng(0)
 
     def rehearse(self) -> None:
         super().rehearse()
@@ -211,9 +211,13 @@ class StackRehearsal(Rehearsal):
         asked = DecodeRequest(0, tokens.tobytes(), parents.tobytes(), False, 0.0, 0, 0)
         request = StepRequest(asked, self._slots, self._slots)
         _pack(self._packed, [request])
+        self._clock.seconds()  # of the one before, which is long done
         with torch.cuda.stream(self._stream):
+            self._clock.start()
             self._plan.take([request.verify])
-        _walk(_children(request), tokens.tolist(), 0)
+            self._clock.mark("plan")
+        path, bonus = _walk(_children(request), tokens.tolist(), 0)
+        msgspec.msgpack.encode(Decoded([DecodedRequest(array("i", path).tobytes(), bonus, b"", b"")], {"accept": 0.0}))
 
 
 def _random_rows(layers: int, shape: StackOptions, device: torch.device) -> Kept:
