@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tpverify.runtime.rehearsal import LATE, SHORT_S, Rehearsal
+from tpverify.runtime.rehearsal import BEFORE_S, SHORT_S, Rehearsal
 
 
 class Counted(Rehearsal):
@@ -26,10 +26,10 @@ def wait(rehearsal: Counted, lasts_s: float) -> list[float]:
 def test_once_in_a_wait_and_late_in_it() -> None:
     counted = Counted()
     assert wait(counted, 0.020) == pytest.approx([SHORT_S], abs=2e-4)  # nothing is known of how long it takes
-    assert wait(counted, 0.020) == pytest.approx([LATE * 0.020], abs=2e-4)
-    assert wait(counted, 0.030) == pytest.approx([LATE * 0.020], abs=2e-4)
+    assert wait(counted, 0.020) == pytest.approx([0.020 - BEFORE_S], abs=2e-4)
+    assert wait(counted, 0.030) == pytest.approx([0.020 - BEFORE_S], abs=2e-4)
     assert wait(counted, 0.020) == []
-    assert wait(counted, 0.020) == pytest.approx([LATE * 0.020], abs=2e-4)
+    assert wait(counted, 0.020) == pytest.approx([0.020 - BEFORE_S], abs=2e-4)
 
 
 def test_not_in_short_waits() -> None:

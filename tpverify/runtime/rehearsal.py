@@ -13,7 +13,7 @@ from tpverify.runtime.messages import Configure, Ping, Reply, Step
 from tpverify.runtime.rank import TABLES, RankServer
 
 SHORT_S = 4e-3  # waits in which code stays warm enough: twice as slow after 2 ms, three times after 5, eight after 20
-LATE = 0.85  # of the wait before: late enough to stay warm, and over before this wait is
+BEFORE_S = 1.5e-3  # the end of a wait as long as the last one: late enough to stay warm, and over before it is needed
 NODES, MOST = 32, 1024  # of a tree; positions of a sequence before another takes its place
 
 
@@ -30,7 +30,7 @@ class Rehearsal:
     def __call__(self, waited_s: float) -> None:
         if waited_s < self._waited:  # a new wait has begun
             self._last, self._waited = self._waited, 0.0
-        if self._waited < max(SHORT_S, LATE * self._last) <= waited_s:
+        if self._waited < max(SHORT_S, self._last - BEFORE_S) <= waited_s:
             self.rehearse()
         self._waited = waited_s
 
