@@ -9,7 +9,7 @@ import numpy as np
 
 from tpverify.kv.log import KvLog
 from tpverify.runtime import messages
-from tpverify.runtime.messages import Configure, Ping, Reply, Step
+from tpverify.runtime.messages import Configure, Ping, Step
 from tpverify.runtime.rank import TABLES, RankServer
 
 SHORT_S = 4e-3  # waits in which code stays warm enough: twice as slow after 2 ms, three times after 5, eight after 20
@@ -43,11 +43,10 @@ class Rehearsal:
         self._step(Ping())
         self._log.commit(self._seq, np.arange(3))
 
-    def _step(self, work: Configure | Ping) -> Reply:
+    def _step(self, work: Configure | Ping) -> None:
         first, entries = self._log.pending()
         self._number += 1
         [answer] = self._server.answer([memoryview(messages.encode(Step(self._number, first, entries, work)))])
         reply = messages.decode_reply(answer)
         assert reply.error is None and reply.digest == self._log.digest(), "tables of its own, and nobody else's"
         self._log.acknowledge()
-        return reply
