@@ -1,9 +1,12 @@
 // The C ABI of the kernels: check, lay out the workspace, launch.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "check.h"
 #include "kv/move.h"
+#include "model/merge_heads.h"
+#include "model/rope_cache.h"
 #include "params.h"
 #include "verify/combine.h"
 #include "verify/flash.h"
@@ -75,9 +78,9 @@ struct Workspace {
   float* partial_lse(int tile_rows) const { return partial_out() + items * tile_rows * kLatent; }
 };
 
-// The most work items that the planner makes for requests within their limits, one a block at least. What it counts, row tiles of split_heads
-// heads times splits, exceeds kMaxWaves waves only if no request is split; a tile of the rank's own heads covers as many
-// rows or more.
+// The most work items that the planner makes for requests within their limits, one a block at least. What it counts, row
+// tiles of split_heads heads times splits, exceeds kMaxWaves waves only if no request is split; a tile of the rank's own
+// heads covers as many rows or more.
 int64_t most_items(const tpv_verify_split& s, int batch, int max_nodes, int64_t max_tokens, int multiprocessors) {
   const int64_t row_tiles = divide_up(int64_t(max_nodes) * s.heads, s.tile_rows);
   if (s.batch_invariant) {
@@ -242,4 +245,52 @@ extern "C" tpv_status tpv_move_rows(const tpv_move_rows_params* params) {
   const MoveParams p = {static_cast<char*>(m.pool), m.src, m.dst, m.hashes, m.layer_stride, m.slot_stride,
                         static_cast<int32_t>(m.row_bytes / 16), m.layers, m.count};
   return check_cuda("move kernel", launch_move(p, static_cast<cudaStream_t>(m.stream)));
+}
+
+extern "C" tpv_status tpv_rope_cache(const tpv_rope_cache_params* params) {
+  TPV_TRY(check_struct(params));
+  const tpv_rope_cache_params& r = *params;
+  TPV_TRY(check_range("nodes", r.nodes, 1, 65535));
+  TPV_TRY(check_range("shards", r.shards, 1, TPV_MAX_HEADS));
+  TPV_TRY(check_range("shard_heads", r.shard_heads, 1, TPV_MAX_HEADS / r.shards));
+  for (const auto& [name, width] : {std::pair{"hidden", r.hidden}, {"low_width", r.low_width}, {"nope_width", r.nope_width}}) {
+    TPV_TRY(check_range(name, width, 8, 1 << 20));
+    TPV_TRY(check_multiple(name, width, 8));
+  }
+  TPV_TRY(check_multiple("q_stride_node", r.q_stride_node, 8));
+  TPV_TRY(check_multiple("q_stride_head", r.q_stride_head, 8));
+  TPV_TRY(check_multiple("pool_stride_slot", r.pool_stride_slot, 8));
+  TPV_TRY(check_range("pool_stride_slot", r.pool_stride_slot, kRow, INT64_MAX));
+  const Pointer arrays[] = {{"x", r.x}, {"down", r.down}, {"queries", r.queries}, {"rotation", r.rotation},
+                            {"nope", r.nope}, {"q", r.q}, {"pool", r.pool}};
+  for (const Pointer& p : arrays) TPV_TRY(check_aligned(p.name, p.value, 16));
+  TPV_TRY(check_aligned("slots", r.slots, 8));
+  for (const Pointer& p : arrays) TPV_TRY(check_device_memory({p}));
+  TPV_TRY(check_device_memory({{"slots", r.slots}}));
+
+  RopeCacheParams p = {};
+  p.x = static_cast<const uint4*>(r.x), p.down = static_cast<const uint4*>(r.down);
+  p.queries = static_cast<const uint4*>(r.queries), p.rotation = reinterpret_cast<const float4*>(r.rotation);
+  p.slots = r.slots;
+  p.nope = static_cast<uint4*>(r.nope), p.q = static_cast<uint4*>(r.q), p.pool = static_cast<uint4*>(r.pool);
+  p.q_stride_node = r.q_stride_node / 8, p.q_stride_head = r.q_stride_head / 8, p.pool_stride_slot = r.pool_stride_slot / 8;
+  p.hidden = r.hidden / 8, p.low = r.low_width / 8, p.nope_width = r.nope_width / 8;
+  p.nodes = r.nodes, p.shards = r.shards, p.shard_heads = r.shard_heads;
+  p.eps = r.eps, p.norm_eps = r.norm_eps;
+  return check_cuda("rope and cache kernel", launch_rope_cache(p, static_cast<cudaStream_t>(r.stream)));
+}
+
+extern "C" tpv_status tpv_merge_heads(const tpv_merge_heads_params* params) {
+  TPV_TRY(check_struct(params));
+  const tpv_merge_heads_params& m = *params;
+  TPV_TRY(check_range("heads", m.heads, 1, 65535));
+  TPV_TRY(check_range("nodes", m.nodes, 1, 65535));
+  TPV_TRY(check_range("width", m.width, 8, 1 << 14));
+  TPV_TRY(check_multiple("width", m.width, 8));
+  TPV_TRY(check_aligned("values", m.values, 16));
+  TPV_TRY(check_aligned("merged", m.merged, 16));
+  TPV_TRY(check_device_memory({{"values", m.values}, {"merged", m.merged}}));
+
+  const MergeHeadsParams p = {static_cast<const uint4*>(m.values), static_cast<uint4*>(m.merged), m.heads, m.nodes, m.width / 8};
+  return check_cuda("merge heads kernel", launch_merge_heads(p, static_cast<cudaStream_t>(m.stream)));
 }

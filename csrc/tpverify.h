@@ -319,6 +319,51 @@ typedef struct tpv_move_rows_params {
 
 TPV_API tpv_status tpv_move_rows(const tpv_move_rows_params* params);
 
+/* ---- Between the products of an MLA layer (libtpverify_cuda.so) --------------------------------------------------- */
+
+/* bfloat16, sums in fp32; one launch on `stream` each, nothing is allocated or synchronised. A row's bits depend on that
+ * row alone. Arrays are dense where no stride is given; widths are multiples of 8, and arrays 16-byte aligned.
+ *
+ * A norm is a row's scale here: its weights are the next matrix's, and a scale can wait until after a product. */
+
+/* Queries and latent of a layer, made by products of rows that are not yet normed, become what attention reads. With
+ *     square = mean(x^2) + eps
+ *     scale(y) = 1 / sqrt(mean(y^2) + square * norm_eps)
+ * over a row, and low, latent, k_pe the parts of `down`:
+ *     nope = scale(low) * queries' first part              q = scale(low) * queries' last 64, rotated
+ *     pool[slot] = scale(latent) * latent, then k_pe / sqrt(square), rotated
+ * Rotation turns pairs that lie side by side. */
+typedef struct tpv_rope_cache_params {
+    uint64_t struct_size;
+    void* stream;
+    const void* x;         /* [nodes, hidden]: the residual stream */
+    const void* down;      /* [nodes, low_width + 512 + 64]: the first products of x */
+    const void* queries;   /* [shards, nodes, shard_heads, nope_width + 64]: the second products, of `low` */
+    const float* rotation; /* [nodes, 32, 2]: cos and sin of a pair's angle */
+    const int64_t* slots;  /* [nodes] */
+    void* nope;            /* out [shards, nodes, shard_heads, nope_width] */
+    void* q;               /* out [nodes, shards * shard_heads, 576]: the last 64 are written */
+    void* pool;            /* out [slots, 576]: rows `slots` */
+    int64_t q_stride_node, q_stride_head, pool_stride_slot; /* in elements, multiples of 8 */
+    int32_t nodes, hidden, low_width, nope_width;           /* nodes 1..65535 */
+    int32_t shards, shard_heads;
+    float eps, norm_eps;
+} tpv_rope_cache_params;
+
+TPV_API tpv_status tpv_rope_cache(const tpv_rope_cache_params* params);
+
+/* merged[node, head] = values[head, node]. */
+typedef struct tpv_merge_heads_params {
+    uint64_t struct_size;
+    void* stream;
+    const void* values; /* [heads, nodes, width] */
+    void* merged;       /* out [nodes, heads, width] */
+    int32_t heads, nodes, width;
+    int32_t reserved;   /* 0 */
+} tpv_merge_heads_params;
+
+TPV_API tpv_status tpv_merge_heads(const tpv_merge_heads_params* params);
+
 #ifdef __cplusplus
 }
 #endif

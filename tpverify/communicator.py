@@ -1,5 +1,6 @@
 """What a communicator between ranks does, whichever library carries it, and the arguments that it takes."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -9,6 +10,8 @@ from tpverify.config import check_int, check_type
 from tpverify.errors import ArgumentError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
+
+Meanwhile = Callable[[float], None]
 
 
 class Communicator(Protocol):
@@ -37,8 +40,9 @@ class Communicator(Protocol):
     def recv(self, out: Tensor, peer: int, stream: Any = None) -> None:
         """What another rank sends, into out."""
 
-    def wait(self, stream: Any = None) -> None:
-        """Return when all that was enqueued on `stream` has run. Raises OSError, after abort, as said above."""
+    def wait(self, stream: Any = None, meanwhile: Meanwhile | None = None) -> None:
+        """Return when all that was enqueued on `stream` has run; until then call `meanwhile`, again and again, with the
+        seconds waited so far. Raises OSError, after abort, as said above."""
 
     def async_error(self) -> str | None:
         """What has gone wrong so far, or None."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpverify.communicator import DTYPES, Checks, Communicator
+from tpverify.communicator import DTYPES, Checks, Communicator, Meanwhile
 from tpverify.config import check_choice, check_deadline, check_int, check_type
 
 __all__ = ["DTYPES", "Communicator", "init", "preflight", "unique_id", "versions", "why_not"]
@@ -140,11 +140,11 @@ class NcclCommunicator(Checks):
         self.check_peer("peer", peer, others=True)
         self._enqueue(stream, lambda at: self._comm.recv(out, peer, stream=at))
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: Any = None, meanwhile: Meanwhile | None = None) -> None:
         self.require_live()
         with torch.cuda.device(self.device):
             done = (stream or torch.cuda.current_stream()).record_event()
-        self._poll(done.query, "a peer did not take part")
+        self._poll(done.query, "a peer did not take part", meanwhile)
 
     def async_error(self) -> str | None:
         if self.failure is None and self._comm.is_valid and self._state() not in ("Success", "InProgress"):
@@ -188,7 +188,7 @@ class NcclCommunicator(Checks):
     def _state(self) -> str:
         return _bindings().Result(self._comm.get_async_error()).name  # nccl4py says Result, and returns an int
 
-    def _poll(self, done: Callable[[], bool], blame: str) -> None:
+    def _poll(self, done: Callable[[], bool], blame: str, meanwhile: Meanwhile | None = None) -> None:
         start = time.monotonic()
         while True:
             finished, failure = done(), self.async_error()
@@ -199,6 +199,8 @@ class NcclCommunicator(Checks):
             waited = time.monotonic() - start
             if waited > self.deadline_s:
                 raise self._failed(TimeoutError, f"{blame} within {self.deadline_s:g} s")
+            if meanwhile is not None:
+                meanwhile(waited)
             if waited > SPIN_S:
                 try:
                     self.watch()
@@ -267,7 +269,7 @@ class GlooCommunicator(Checks):
         self.check_peer("peer", peer, others=True)
         self._run(lambda group: group.recv([out], peer, 0))
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: Any = None, meanwhile: Meanwhile | None = None) -> None:
         self.require_live()
 
     def async_error(self) -> str | None:

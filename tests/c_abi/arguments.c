@@ -54,11 +54,28 @@ static tpv_move_rows_params good_move(char* memory) {
     return p;
 }
 
+static tpv_rope_cache_params good_rope(char* memory) {
+    tpv_rope_cache_params p = {0};
+    p.struct_size = sizeof p, p.x = memory, p.down = memory, p.queries = memory, p.rotation = (float*)memory;
+    p.slots = (int64_t*)memory, p.nope = memory, p.q = memory, p.pool = memory;
+    p.q_stride_node = 576, p.q_stride_head = 576, p.pool_stride_slot = 576;
+    p.nodes = 1, p.hidden = 64, p.low_width = 64, p.nope_width = 128, p.shards = 1, p.shard_heads = 1;
+    return p;
+}
+
+static tpv_merge_heads_params good_merge(char* memory) {
+    tpv_merge_heads_params p = {0};
+    p.struct_size = sizeof p, p.values = memory, p.merged = memory, p.heads = 1, p.nodes = 1, p.width = 128;
+    return p;
+}
+
 #define SIZE(change, message) REFUSE(tpv_verify_workspace_params, size, tpv_verify_workspace_size, change, message)
 #define PLAN(change, message) REFUSE(tpv_verify_plan_params, plan, tpv_verify_plan, change, message)
 #define RUN(change, message) REFUSE(tpv_verify_run_params, run, tpv_verify_run, change, message)
 #define FP32(change, message) REFUSE(tpv_verify_run_params, fp32, tpv_verify_run, change, message)
 #define MOVE(change, message) REFUSE(tpv_move_rows_params, move, tpv_move_rows, change, message)
+#define ROPE(change, message) REFUSE(tpv_rope_cache_params, rope, tpv_rope_cache, change, message)
+#define MERGE(change, message) REFUSE(tpv_merge_heads_params, merge, tpv_merge_heads, change, message)
 
 void check_arguments(void) {
     static _Alignas(256) char host[1 << 20];
@@ -67,6 +84,8 @@ void check_arguments(void) {
     const tpv_verify_run_params run = good_run(TPV_FLASH, host, host, sizeof host);
     const tpv_verify_run_params fp32 = good_run(TPV_FLASH_FP32, host, NULL, 0);
     const tpv_move_rows_params move = good_move(host);
+    const tpv_rope_cache_params rope = good_rope(host);
+    const tpv_merge_heads_params merge = good_merge(host);
     size.struct_size = sizeof size, size.split = split;
     size.max_batch = 2, size.max_nodes = 16, size.max_tokens = 64;
 
@@ -74,6 +93,8 @@ void check_arguments(void) {
     expect_refused(tpv_verify_plan(NULL), "params: expected a struct, got NULL");
     expect_refused(tpv_verify_run(NULL), "params: expected a struct, got NULL");
     expect_refused(tpv_move_rows(NULL), "params: expected a struct, got NULL");
+    expect_refused(tpv_rope_cache(NULL), "params: expected a struct, got NULL");
+    expect_refused(tpv_merge_heads(NULL), "params: expected a struct, got NULL");
     SIZE(p.struct_size = 0, "struct_size: expected ");
     PLAN(--p.struct_size, "struct_size: expected ");
     RUN(++p.struct_size, "struct_size: expected ");
@@ -137,10 +158,39 @@ void check_arguments(void) {
     MOVE(p.dst = (int32_t*)(host + 1), "dst: expected device memory aligned to 4 bytes");
     MOVE(p.hashes = (uint64_t*)(host + 4), "hashes: expected device memory aligned to 8 bytes");
 
+    ROPE(p.struct_size = 0, "struct_size: expected ");
+    ROPE(p.nodes = 0, "nodes: expected 1..65535, got 0");
+    ROPE(p.shards = 129, "shards: expected 1..128, got 129");
+    ROPE(p.shards = 8; p.shard_heads = 17, "shard_heads: expected 1..16, got 17");
+    ROPE(p.hidden = 7164, "hidden: expected a multiple of 8, got 7164");
+    ROPE(p.low_width = 0, "low_width: expected 8..");
+    ROPE(p.nope_width = -8, "nope_width: expected 8..");
+    ROPE(p.q_stride_node = 580, "q_stride_node: expected a multiple of 8, got 580");
+    ROPE(p.q_stride_head = -8, "q_stride_head: expected a multiple of 8, got -8");
+    ROPE(p.pool_stride_slot = 580, "pool_stride_slot: expected a multiple of 8, got 580");
+    ROPE(p.pool_stride_slot = 512, "pool_stride_slot: expected 576..");
+    ROPE(p.x = host + 8, "x: expected device memory aligned to 16 bytes");
+    ROPE(p.down = NULL, "down: expected device memory aligned to 16 bytes");
+    ROPE(p.queries = host + 2, "queries: expected device memory aligned to 16 bytes");
+    ROPE(p.rotation = NULL, "rotation: expected device memory aligned to 16 bytes");
+    ROPE(p.slots = (int64_t*)(host + 4), "slots: expected device memory aligned to 8 bytes");
+    ROPE(p.nope = host + 8, "nope: expected device memory aligned to 16 bytes");
+    ROPE(p.q = NULL, "q: expected device memory aligned to 16 bytes");
+    ROPE(p.pool = host + 4, "pool: expected device memory aligned to 16 bytes");
+    MERGE(++p.struct_size, "struct_size: expected ");
+    MERGE(p.heads = 0, "heads: expected 1..65535, got 0");
+    MERGE(p.nodes = 65536, "nodes: expected 1..65535, got 65536");
+    MERGE(p.width = 100, "width: expected a multiple of 8, got 100");
+    MERGE(p.width = 0, "width: expected 8..");
+    MERGE(p.values = host + 8, "values: expected device memory aligned to 16 bytes");
+    MERGE(p.merged = NULL, "merged: expected device memory aligned to 16 bytes");
+
     /* Nothing left to refuse but the memory, or the lack of a device. */
     expect(tpv_verify_plan(&plan) != TPV_OK, "a plan in host memory went through");
     expect(tpv_verify_run(&run) != TPV_OK, "a run on host memory went through");
     expect(tpv_move_rows(&move) != TPV_OK, "a move in host memory went through");
+    expect(tpv_rope_cache(&rope) != TPV_OK, "rows in host memory went through");
+    expect(tpv_merge_heads(&merge) != TPV_OK, "values in host memory went through");
     expect(strlen(tpv_last_error()) > 0, "no message");
     printf("%d wrong arguments refused; then: %s\n", refused, tpv_last_error());
 }
@@ -152,6 +202,8 @@ void check_device_pointers(void) {
     tpv_verify_plan_params plan;
     tpv_verify_run_params run, fp32;
     tpv_move_rows_params move = good_move(device);
+    tpv_rope_cache_params rope = good_rope(device);
+    tpv_merge_heads_params merge = good_merge(device);
     char* workspace;
     size.struct_size = sizeof size, size.split = split;
     size.max_batch = 2, size.max_nodes = 16, size.max_tokens = 64;
@@ -184,5 +236,15 @@ void check_device_pointers(void) {
     MOVE(p.src = (int32_t*)host, ON_HOST(src));
     MOVE(p.dst = (int32_t*)host, ON_HOST(dst));
     MOVE(p.hashes = (uint64_t*)host, ON_HOST(hashes));
+    ROPE(p.x = host, ON_HOST(x));
+    ROPE(p.down = host, ON_HOST(down));
+    ROPE(p.queries = host, ON_HOST(queries));
+    ROPE(p.rotation = (float*)host, ON_HOST(rotation));
+    ROPE(p.slots = (int64_t*)host, ON_HOST(slots));
+    ROPE(p.nope = host, ON_HOST(nope));
+    ROPE(p.q = host, ON_HOST(q));
+    ROPE(p.pool = host, ON_HOST(pool));
+    MERGE(p.values = host, ON_HOST(values));
+    MERGE(p.merged = host, ON_HOST(merged));
     printf("%d pointers and workspaces refused\n", refused);
 }

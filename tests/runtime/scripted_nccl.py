@@ -58,7 +58,7 @@ class Scripted:
         self._until(lambda: key in self._board)
         out.copy_(self._board[key])
 
-    def wait(self, stream: object = None) -> None:
+    def wait(self, stream: object = None, meanwhile: object = None) -> None:
         self._until(lambda: True)
 
     def abort(self) -> None:

@@ -2,12 +2,11 @@
 
 Weights are random and made where they are used, the same for every number of ranks. Feed-forward layers are left out.
 
-A norm is a row's scale here: its weights are the next matrix's, and a scale can wait until after a product. So nothing
-stands between the residual stream and the first product, and the scales are found beside the products.
+A norm is a row's scale here: its weights are the next matrix's, and a scale can wait until after a product. So all that
+a layer does beside products, attention and gather are two small kernels (ops/mla.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +16,9 @@ from torch import Tensor
 from tpverify.config import check_choice
 from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import ModelConfig
-from tpverify.model.gpu_decoder import VIRTUAL_SHARDS, rotate
+from tpverify.model.gpu_decoder import VIRTUAL_SHARDS
 from tpverify.model.mla import NORM_EPS
+from tpverify.ops.mla import merge_heads, rope_cache
 
 # huggingface.co/moonshotai/Kimi-K2-Instruct, but for a vocabulary of 163,840.
 KIMI_K2 = ModelConfig(
@@ -57,6 +57,7 @@ class Buffers:
     """Of a pass over n nodes. Random until written: a pass without all its parts reads them as they are."""
 
     x: Tensor  # [n, hidden], the residual stream
+    rotation: Tensor  # float32 [n, qk_rope_head_dim / 2, 2], of the nodes' positions
     down: Tensor  # [n, q_lora_rank + row_dim], before norms and rotation
     q_b: Tensor  # [shards, n, heads of a shard, qk_head_dim], before norm and rotation
     nope: Tensor  # [shards, n, heads of a shard, qk_nope_head_dim]
@@ -100,9 +101,6 @@ class AttentionStack:
         self.layers = [self._make(layer) for layer in range(config.num_hidden_layers)]
         exponents = torch.arange(0, config.qk_rope_head_dim, 2, device=device) / config.qk_rope_head_dim
         self._frequencies = config.rope_theta**-exponents
-        self._eps = torch.full((1, 1), config.rms_norm_eps, device=device)
-        on_gpu = device.type == "cuda"
-        self._latents_side, self._queries_side = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
 
     def _make(self, layer: int) -> LayerWeights:
         c, heads, name = self.config, self.shard_heads, 100 * (layer + 1)
@@ -131,65 +129,60 @@ class AttentionStack:
             "all_values": (c.num_attention_heads, n, c.v_head_dim),
             "attended": (n, c.num_attention_heads, c.v_head_dim),
         }  # fmt: skip
-        return Buffers(**{k: torch.randn(shape, device=self._device, dtype=self._dtype) for k, shape in shapes.items()})
+        random = {k: torch.randn(shape, device=self._device, dtype=self._dtype) for k, shape in shapes.items()}
+        return Buffers(rotation=torch.randn(n, c.qk_rope_head_dim // 2, 2, device=self._device), **random)
 
     def __call__(
         self, b: Buffers, tokens: Tensor, positions: Tensor, rows: Tensor, pool: Tensor, attend: Attend, gather: Gather
     ) -> Tensor:
         """tokens, positions, rows int64 [n] -> normed hidden states [n, hidden]; latents go to pool[:, rows].
 
-        pool [layers, slots, row_dim]. On a GPU everything is enqueued, and may be captured in a CUDA graph.
+        pool [layers, slots, row_dim]. On a GPU everything is enqueued, and may be captured in a CUDA graph. The same
+        in parts: `enter`, `run` of all layers in order, `leave`.
         """
-        b.x = self.embed[tokens]
+        self.enter(b, tokens, positions, rows, pool)
+        self.run(range(len(self.layers)), b, rows, pool, attend, gather)
+        return self.leave(b)
+
+    def enter(self, b: Buffers, tokens: Tensor, positions: Tensor, rows: Tensor, pool: Tensor) -> None:
+        """What comes before the first layer's attention, and needs no tables of it."""
+        torch.index_select(self.embed, 0, tokens, out=b.x)
         angles = positions[:, None] * self._frequencies
-        rotation = torch.polar(torch.ones_like(angles), angles)
-        for layer, weights in enumerate(self.layers):
-            self._queries_and_latents(weights, b, rotation, rows, pool[layer])
+        torch.stack([angles.cos(), angles.sin()], 2, out=b.rotation)
+        self._queries_and_latents(0, b, rows, pool)
+
+    def run(self, layers: range, b: Buffers, rows: Tensor, pool: Tensor, attend: Attend, gather: Gather) -> None:
+        """From attention in each of these layers to the next layer's."""
+        for layer in layers:
             if "attention" in self._parts:
                 attend(layer, b.q.transpose(0, 1), b.out.transpose(0, 1))
-            self._add_values(weights, b, gather)
+            self._add_values(self.layers[layer], b, gather)
+            if layer + 1 < len(self.layers):
+                self._queries_and_latents(layer + 1, b, rows, pool)
+
+    def leave(self, b: Buffers) -> Tensor:
+        """Normed hidden states [n, hidden]."""
         return F.rms_norm(b.x, b.x.shape[1:], eps=self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [n, hidden] -> [n, vocab]."""
         return hidden @ self.head
 
-    def _queries_and_latents(self, w: LayerWeights, b: Buffers, rotation: Tensor, rows: Tensor, pool: Tensor) -> None:
-        """Into b.q and pool[rows]. Products on the current stream; beside them, on two more, nearly all of the rest."""
-        gemm, rest = "gemm" in self._parts, "rest" in self._parts
-        nope, latent, low = self.config.qk_nope_head_dim, self.config.kv_lora_rank, self._q_lora_rank
-        if rest:
-            with _aside(self._latents_side):
-                square = _mean_square(b.x, self._eps)
-                # The mean square of a normed row's product, were the row not normed, is `square` times as large.
-                eps, key_turn = square * NORM_EPS, rotation * square.rsqrt()
+    def _queries_and_latents(self, layer: int, b: Buffers, rows: Tensor, pool: Tensor) -> None:
+        """Into b.q and pool[layer, rows]."""
+        w, gemm = self.layers[layer], "gemm" in self._parts
+        latent, low = self.config.kv_lora_rank, self._q_lora_rank
         if gemm:
             torch.mm(b.x, w.down, out=b.down)
-        if rest:
-            with _aside(self._queries_side, self._latents_side):
-                query_scale = _mean_square(b.down[:, :low], eps).rsqrt_()
-                query_turn = (rotation * query_scale)[:, None]
-            with _aside(self._latents_side):
-                row = torch.empty(len(rows), self.row_dim, dtype=self._dtype, device=self._device)
-                kv = b.down[:, low:]
-                torch.mul(kv[:, :latent], _mean_square(kv[:, :latent], eps).rsqrt_(), out=row[:, :latent])
-                row[:, latent:] = rotate(kv[:, latent:], key_turn)
-                pool.index_copy_(0, rows, row)
-        if gemm:
             for shard, q_b in enumerate(w.q_b):
                 torch.mm(b.down[:, :low], q_b, out=b.q_b[shard].flatten(1))
-        if rest:
-            _join(self._queries_side)
-            with _aside(self._queries_side):
-                turned = rotate(b.q_b[..., nope:], query_turn)
-                b.q.unflatten(0, (-1, self.shard_heads))[..., latent:] = turned.transpose(1, 2)
-            torch.mul(b.q_b[..., :nope], query_scale[:, None], out=b.nope)
+        if "rest" in self._parts:
+            eps = self.config.rms_norm_eps
+            q = b.q.transpose(0, 1)
+            rope_cache(b.x, b.down, b.q_b, b.rotation, rows, b.nope, q, pool[layer], eps, NORM_EPS)
         if gemm:
             for shard, w_uk in enumerate(w.w_uk):
                 torch.bmm(b.nope[shard].transpose(0, 1), w_uk, out=b.q[self._heads(shard), :, :latent])
-        if rest:
-            _join(self._latents_side)
-            _join(self._queries_side)
 
     def _add_values(self, w: LayerWeights, b: Buffers, gather: Gather) -> None:
         gemm = "gemm" in self._parts
@@ -200,35 +193,10 @@ class AttentionStack:
         if "gather" in self._parts:
             b.all_values = gather(b.values)
         if "rest" in self._parts:
-            b.attended.copy_(b.all_values.transpose(0, 1))
+            merge_heads(b.all_values, b.attended)
         if gemm:
             b.x.addmm_(b.attended.flatten(1), w.o_proj)
 
     def _heads(self, shard: int) -> slice:
         """Of the rank's `shard`th virtual shard, among its own."""
         return slice(shard * self.shard_heads, (shard + 1) * self.shard_heads)
-
-
-def _mean_square(x: Tensor, eps: Tensor) -> Tensor:
-    """Of x's rows [n, width], plus eps [n or 1, 1]: float32 [n, 1]."""
-    root = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
-    return torch.addcmul(eps, root, root, value=1 / x.shape[1])
-
-
-@contextmanager
-def _aside(side: torch.cuda.Stream | None, other: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """On stream `side` once the current one has done all that it was given, and `other` too, until _join: small kernels
-    beside large ones cost no time of their own. On the CPU there is no side."""
-    if side is None:
-        yield
-        return
-    side.wait_stream(torch.cuda.current_stream())
-    if other is not None:
-        side.wait_stream(other)
-    with torch.cuda.stream(side):
-        yield
-
-
-def _join(side: torch.cuda.Stream | None) -> None:
-    if side is not None:
-        torch.cuda.current_stream().wait_stream(side)

@@ -68,11 +68,29 @@ class MoveRowsParams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class RopeCacheParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("stream", _ptr), ("x", _ptr), ("down", _ptr), ("queries", _ptr), ("rotation", _ptr),
+        ("slots", _ptr), ("nope", _ptr), ("q", _ptr), ("pool", _ptr), ("q_stride_node", _i64), ("q_stride_head", _i64),
+        ("pool_stride_slot", _i64), ("nodes", _i32), ("hidden", _i32), ("low_width", _i32), ("nope_width", _i32),
+        ("shards", _i32), ("shard_heads", _i32), ("eps", _f32), ("norm_eps", _f32),
+    ]  # fmt: skip
+
+
+class MergeHeadsParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("stream", _ptr), ("values", _ptr), ("merged", _ptr), ("heads", _i32), ("nodes", _i32),
+        ("width", _i32), ("reserved", _i32),
+    ]  # fmt: skip
+
+
 FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tpv_verify_workspace_size": VerifyWorkspaceParams,
     "tpv_verify_plan": VerifyPlanParams,
     "tpv_verify_run": VerifyRunParams,
     "tpv_move_rows": MoveRowsParams,
+    "tpv_rope_cache": RopeCacheParams,
+    "tpv_merge_heads": MergeHeadsParams,
 }
 
 
@@ -144,6 +162,8 @@ class CudaPlan:
         self._tables = RequestTables(max_batch, max_nodes, max_tokens, device, StagingRing())
         self._requests = VerifyRequests(*self._tables.pointers(), max_batch, max_nodes, max_tokens)
         self._split = self._split_of(16, 16)
+        with torch.cuda.device(device):
+            self._plan_params = VerifyPlanParams(**self._common())
         self._captured_nodes: int | None = None
         self.nodes = 0
 
@@ -170,7 +190,9 @@ class CudaPlan:
         with torch.cuda.device(self.device):
             self._tables.upload(requests)
             if self.kernel == "cuda":
-                call("tpv_verify_plan", VerifyPlanParams(**self._common()))
+                self._plan_params.split = self._split
+                self._plan_params.stream = torch.cuda.current_stream().cuda_stream
+                call("tpv_verify_plan", self._plan_params)
         self.nodes = total
 
     def _common(self) -> dict[str, Any]:
@@ -231,3 +253,58 @@ def move_rows(pool: Tensor, src: Tensor, dst: Tensor, hashes: Tensor | None) -> 
             count=len(src),
         )
         call("tpv_move_rows", params)
+
+
+def rope_cache(
+    x: Tensor,
+    down: Tensor,
+    queries: Tensor,
+    rotation: Tensor,
+    slots: Tensor,
+    nope: Tensor,
+    q: Tensor,
+    pool: Tensor,
+    eps: float,
+    norm_eps: float,
+) -> None:
+    """One launch on the current stream, of arguments as mla.rope_cache has checked them."""
+    shards, nodes, shard_heads, width = queries.shape
+    with torch.cuda.device(x.device):
+        params = RopeCacheParams(
+            stream=torch.cuda.current_stream().cuda_stream,
+            x=x.data_ptr(),
+            down=down.data_ptr(),
+            queries=queries.data_ptr(),
+            rotation=rotation.data_ptr(),
+            slots=slots.data_ptr(),
+            nope=nope.data_ptr(),
+            q=q.data_ptr(),
+            pool=pool.data_ptr(),
+            q_stride_node=q.stride(0),
+            q_stride_head=q.stride(1),
+            pool_stride_slot=pool.stride(0),
+            nodes=nodes,
+            hidden=x.shape[1],
+            low_width=down.shape[1] - pool.shape[1],
+            nope_width=nope.shape[3],
+            shards=shards,
+            shard_heads=shard_heads,
+            eps=eps,
+            norm_eps=norm_eps,
+        )
+        call("tpv_rope_cache", params)
+
+
+def merge_heads(values: Tensor, merged: Tensor) -> None:
+    """One launch on the current stream, of arguments as mla.merge_heads has checked them."""
+    heads, nodes, width = values.shape
+    with torch.cuda.device(values.device):
+        params = MergeHeadsParams(
+            stream=torch.cuda.current_stream().cuda_stream,
+            values=values.data_ptr(),
+            merged=merged.data_ptr(),
+            heads=heads,
+            nodes=nodes,
+            width=width,
+        )
+        call("tpv_merge_heads", params)

@@ -226,11 +226,14 @@ class GpuComm:
         elif self.rank in targets:
             self._nccl.recv(x, source)
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: Any = None, meanwhile: Callable[[float], None] | None = None) -> None:
         if self._nccl is not None:
-            self._nccl.wait(stream)
-        else:
-            (stream or torch.cuda.current_stream()).synchronize()
+            self._nccl.wait(stream, meanwhile)
+            return
+        stream, start = stream or torch.cuda.current_stream(), time.monotonic()
+        while meanwhile is not None and not stream.query():
+            meanwhile(time.monotonic() - start)
+        stream.synchronize()
 
     def destroy(self) -> None:
         self._sockets.destroy()

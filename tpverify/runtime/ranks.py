@@ -22,6 +22,7 @@ from tpverify.runtime import cluster, messages
 from tpverify.runtime.actor import Rank
 from tpverify.runtime.device import Place, choose
 from tpverify.runtime.messages import Frame, Ping, Preflight, Reply, Step
+from tpverify.runtime.rehearsal import Rehearsal
 from tpverify.runtime.transport import CALLS, RayTransport, SocketTransport, Transport
 
 TRANSPORTS: dict[str, Callable[[int, float], Transport]] = {"socket": SocketTransport, "ray": RayTransport}
@@ -127,6 +128,8 @@ class RankGroup:
         """running: unwound, it ends them."""
         self._actors, self._sentinels, self.pids = [None] * self.size, [None] * self.size, [0] * self.size
         self.transport = transport(self.size, SPIN_S if where.device == "cuda" else 0.0)
+        if where.device == "cuda":
+            self.transport.meanwhile = Rehearsal()
         running.callback(self.transport.close)
         running.callback(self.end, range(self.size))
         # A rank waits for its peers longer than the driver does for it, so that the driver is first to say who is late.

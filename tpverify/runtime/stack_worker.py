@@ -1,4 +1,8 @@
-"""The attention stack on one GPU rank: a step is one upload, two CUDA graphs and one small download."""
+"""The attention stack on one GPU rank: a step is its tables' upload, four CUDA graphs and one small download.
+
+The GPU works from the first graph on: it needs no tables, which are packed meanwhile, and a graph of 61 layers takes
+longer to launch than one layer takes to run (plan 0004).
+"""
 
 import time
 from array import array
@@ -29,7 +33,10 @@ from tpverify.runtime.messages import (
     Work,
 )
 from tpverify.runtime.moves import Kept
+from tpverify.runtime.rehearsal import NODES, Rehearsal
 from tpverify.runtime.stages import StageClock
+
+FIRST = 1  # layers of a graph that is launched by itself: the launch of the others takes less time than they do
 
 
 class StackOptions(msgspec.Struct, frozen=True):
@@ -47,9 +54,9 @@ class StackWorker:
     """Rank r of tp. The pool starts with random rows, the same on every rank: positions that the log commits are the
     prefix of a text that nobody had to compute.
 
-    Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds for "plan" (the tables,
-    packed, copied and planned), "upload" (of tokens), "layers", "head" (the argmax, after the product if "gemm" is
-    among the parts) and "accept" (the walk, on the host).
+    Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds for "plan" (the nodes'
+    rows packed; the tables packed, copied and planned, beside what comes before the first attention), "layers", "head"
+    (the argmax, after the product if "gemm" is among the parts) and "accept" (the walk, on the host).
     """
 
     def __init__(self, comm: GpuComm, device: str, options: dict[str, Any], kept: Kept | None = None) -> None:
@@ -70,12 +77,8 @@ class StackWorker:
         pinned = self.device.type == "cuda"
         self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=self.device)
         self._packed = torch.zeros(3 * most, dtype=torch.int64, pin_memory=pinned)
-        # As a step writes and copies them: numpy's views, and cuts made once, for torch's calls take tens of
-        # microseconds when its code has left the caches since the step before.
-        self._cuts = {
-            bucket: (self._packed[:size].view(3, -1).numpy(), self._packed[:size], self._inputs[:size])
-            for bucket, size in ((bucket, 3 * bucket.nodes) for bucket in buckets)
-        }
+        # As a step writes them.
+        self._rows = {bucket: self._packed[: 3 * bucket.nodes].view(3, -1).numpy() for bucket in buckets}
         self._hidden = torch.zeros(most, config.hidden_size, dtype=torch.bfloat16, device=self.device)
         self._parts = shape.parts
         self._logits = torch.zeros(most, config.vocab_size, dtype=torch.bfloat16, device=self.device)
@@ -85,7 +88,11 @@ class StackWorker:
         self._read_answer = self._answer.numpy()
         self._downloads = {bucket: (self._answer[: bucket.nodes], self._choices[: bucket.nodes]) for bucket in buckets}
         self._clock = StageClock(self.device)
-        self._layers = Graphs(self._run_layers, buckets, comm.wait)
+        self._rehearsal = StackRehearsal(self.device)
+        first, others = range(FIRST), range(FIRST, config.num_hidden_layers)
+        self._enter = Graphs(self._run_enter, buckets, comm.wait)
+        self._first = Graphs(lambda bucket: self._run_layers(first, bucket), buckets, comm.wait)
+        self._others = Graphs(lambda bucket: self._run_layers(others, bucket), buckets, comm.wait)
         self._head = Graphs(self._run_head, buckets, comm.wait)
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
@@ -102,16 +109,24 @@ class StackWorker:
         plan.update([VerifyRequest(prefix, np.zeros(n, np.int64), TreeMask.chain(n)) for n in sizes])
         return plan
 
-    def _run_layers(self, bucket: Bucket) -> None:
+    def _run_enter(self, bucket: Bucket) -> None:
+        # Part of the graph: one more call of torch takes tens of microseconds in code that has left the caches since
+        # the step before.
+        packed, inputs = (all_[: 3 * bucket.nodes] for all_ in (self._packed, self._inputs))
+        inputs.copy_(packed, non_blocking=True)
+        tokens, positions, rows = inputs.view(3, -1)
+        self.stack.enter(self._buffers[bucket], tokens, positions, rows, self.pool)
+
+    def _run_layers(self, layers: range, bucket: Bucket) -> None:
         n, plan, buffers = bucket.nodes, self._plans[bucket], self._buffers[bucket]
         scale = self.stack.config.softmax_scale
 
         def attend(layer: int, q: Tensor, out: Tensor) -> None:
             plan.run(q, self.pool[layer], out, self._lse[:n], scale)
 
-        tokens, positions, rows = self._inputs[: 3 * n].view(3, n)
-        hidden = self.stack(buffers, tokens, positions, rows, self.pool, attend, self._gather)
-        self._hidden[:n] = hidden
+        self.stack.run(layers, buffers, self._inputs[2 * n : 3 * n], self.pool, attend, self._gather)
+        if layers.stop == len(self.stack.layers):
+            self._hidden[:n] = self.stack.leave(buffers)
 
     def _run_head(self, bucket: Bucket) -> None:
         n = bucket.nodes
@@ -131,19 +146,20 @@ class StackWorker:
         for request in requests:
             self._check(request)
         nodes = sum(map(len, requests))
-        bucket = self._layers.bucket_for(len(requests), nodes)
+        bucket = self._enter.bucket_for(len(requests), nodes)
+        _pack(self._rows[bucket], requests)
+        self._enter.replay(bucket)
         self._plans[bucket].take([request.verify for request in requests])
         self._clock.mark("plan")
-        self._upload(bucket, requests)
-        self._clock.mark("upload")
-        self._layers.replay(bucket)
+        self._first.replay(bucket)
+        self._others.replay(bucket)
         self._clock.mark("layers")
         self._head.replay(bucket)
         answer, choices = self._downloads[bucket]
         answer.copy_(choices, non_blocking=True)
         self._clock.mark("head")
         children = [_children(request) for request in requests]  # while the GPU is busy
-        self.comm.wait()
+        self.comm.wait(meanwhile=self._rehearsal)
         if self.comm.rank != 0:
             return None
         start, first, found = time.perf_counter(), 0, []
@@ -161,21 +177,47 @@ class StackWorker:
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise ValueError(f"tokens: expected ids below {vocab_size}, got {max(tokens)}")
 
-    def _upload(self, bucket: Bucket, requests: list[StepRequest]) -> None:
-        """Tokens, positions and pool rows of all nodes; padding is token 0 at position 0, written to slot 0.
 
-        The copy of the step before has been waited for, as every step is.
-        """
-        packed, source, target = self._cuts[bucket]
-        row = 0
-        for request in requests:
-            rows = slice(row, row := row + len(request))
-            packed[0, rows] = request.tokens
-            packed[1, rows] = request.depths
-            packed[1, rows] += request.committed
-            packed[2, rows] = request.slots
-        packed[:, row:] = 0
-        target.copy_(source, non_blocking=True)
+def _pack(packed: np.ndarray, requests: Sequence[StepRequest]) -> None:
+    """Tokens, positions and pool rows of all nodes, int64 [3, n]; padding is token 0 at position 0, written to slot 0.
+
+    What copied them in the step before has been waited for, as every step is.
+    """
+    row = 0
+    for request in requests:
+        rows = slice(row, row := row + len(request))
+        packed[0, rows] = request.tokens
+        packed[1, rows] = request.depths
+        packed[1, rows] += request.committed
+        packed[2, rows] = request.slots
+    packed[:, row:] = 0
+
+
+class StackRehearsal(Rehearsal):
+    """With what a rank of the stack does between the log and its graphs, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.cuda.stream(self._stream):
+            self._plan = VerifyPlan(MlaGeometry(1), 1, NODES, NODES, device)
+        self._packed, self._slots = np.zeros((3, NODES), np.int64), np.arange(NODES, dtype=np.int32)
+        self._clock, self._draw = StageClock(device), np.random.default_rng(0)
+
+    def rehearse(self) -> None:
+        super().rehearse()
+        tokens, parents = np.arange(NODES), self._draw.integers(0, np.arange(1, NODES))
+        parents = np.concatenate([[-1], parents]).astype("<i4")  # no tree that was seen before
+        asked = DecodeRequest(0, tokens.tobytes(), parents.tobytes(), False, 0.0, 0, 0)
+        request = StepRequest(asked, self._slots, self._slots)
+        _pack(self._packed, [request])
+        self._clock.seconds()  # of the one before, which is long done
+        with torch.cuda.stream(self._stream):
+            self._clock.start()
+            self._plan.take([request.verify])
+            self._clock.mark("plan")
+        path, bonus = _walk(_children(request), tokens.tolist(), 0)
+        msgspec.msgpack.encode(Decoded([DecodedRequest(array("i", path).tobytes(), bonus, b"", b"")], {"accept": 0.0}))
 
 
 def _random_rows(layers: int, shape: StackOptions, device: torch.device) -> Kept:

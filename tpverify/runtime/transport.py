@@ -13,17 +13,16 @@ from tpverify.runtime.messages import Frame
 
 CALLS = "calls"  # the actor's concurrency group for RayTransport
 RANK_SPIN_S = 5e-3  # how long a rank that spins looks for the next step: the driver's work between two is over by then
-MEANWHILE_S = 5e-3  # from a call of Transport.meanwhile to the next
 
 
 class Transport(Protocol):
     """One message in flight a rank. A rank that is gone never answers: whoever waits looks after the ranks too.
 
     Built with the number of ranks, and spin_s: how long after a send `receive` looks for the answer without sleeping;
-    0 where ranks share cores. meanwhile: what `receive` does now and then beside waiting, if spin_s is above 0.
+    0 where ranks share cores. meanwhile: called between looks with the seconds since the send.
     """
 
-    meanwhile: Callable[[], None] | None
+    meanwhile: Callable[[float], None] | None
 
     def start(self, rank: int, actor: Any) -> Any:
         """Make the actor serve as this rank, in the place of an earlier one if there was. Returns a Ray reference that
@@ -43,9 +42,8 @@ class SocketTransport:
 
     def __init__(self, size: int, spin_s: float = 0.0) -> None:
         self._links: list[Link | None] = [None] * size
-        self._spin_s, self._spin_end = spin_s, 0.0
-        self.meanwhile: Callable[[], None] | None = None
-        self._meanwhile_at = 0.0
+        self._spin_s, self._sent_at = spin_s, 0.0
+        self.meanwhile: Callable[[float], None] | None = None
 
     def start(self, rank: int, actor: Any) -> Any:
         self._close(rank)
@@ -54,7 +52,7 @@ class SocketTransport:
 
     def send(self, rank: int, message: Sequence[Frame]) -> None:
         self._link(rank).send(message)
-        self._spin_end = time.monotonic() + self._spin_s
+        self._sent_at = time.monotonic()
 
     def receive(self, rank: int, timeout_s: float) -> list[memoryview] | None:
         awaited, end = self._link(rank), time.monotonic() + timeout_s
@@ -64,15 +62,10 @@ class SocketTransport:
             message, now = awaited.look(), time.monotonic()
             if message is not None or now >= end:
                 return message
-            wait_s = end - now
-            if self._spin_s and self.meanwhile is not None:
-                if now >= self._meanwhile_at:
-                    self.meanwhile()
-                    self._meanwhile_at = time.monotonic() + MEANWHILE_S
-                    continue
-                wait_s = min(wait_s, self._meanwhile_at - now)
-            if now >= self._spin_end:
-                self._wait(awaited, wait_s)
+            if now - self._sent_at >= self._spin_s:
+                self._wait(awaited, end - now)
+            elif self.meanwhile is not None:
+                self.meanwhile(now - self._sent_at)
 
     def close(self) -> None:
         for rank in range(len(self._links)):
@@ -104,7 +97,7 @@ class SocketTransport:
 class RayTransport:
     """Ray actor calls. Several times slower a step than sockets, and nothing of ours in between, nor in its waits."""
 
-    meanwhile: Callable[[], None] | None = None
+    meanwhile: Callable[[float], None] | None = None
 
     def __init__(self, size: int, spin_s: float = 0.0) -> None:
         self._actors: list[Any] = [None] * size
