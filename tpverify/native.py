@@ -10,6 +10,7 @@ TPVERIFY_LIB_DIR  the folder to search in place of the installed package.
 import ctypes
 import functools
 import json
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -222,3 +223,17 @@ def keep_freed_memory() -> None:
         return
     for parameter, value in ((M_MMAP_THRESHOLD, 1 << 25), (M_TRIM_THRESHOLD, (1 << 31) - 1), (M_ARENA_MAX, 1)):
         mallopt(parameter, value)
+
+
+def give_back(address: int, nbytes: int) -> None:
+    """Return the whole pages of these bytes of this process to the system: they are zero when they are next read.
+
+    For memory that only this process maps, as malloc's. Raises OSError if the system refuses.
+    """
+    page = mmap.PAGESIZE
+    begin, end = -(-address // page) * page, (address + nbytes) // page * page
+    if begin >= end:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), f"madvise of {end - begin} bytes")

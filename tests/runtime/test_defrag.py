@@ -1,5 +1,8 @@
 """Moves, shared prefixes and shrinking on ranks: not a bit of any output changes."""
 
+import mmap
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +12,8 @@ import torch
 
 from tpverify.config import MlaGeometry, RuntimeConfig
 from tpverify.errors import ArgumentError, PoolFull
-from tpverify.kv.log import Append, Move, Open, Replica
+from tpverify.kv.log import Append, KvLog, Move, Open, Replica
+from tpverify.native import give_back
 from tpverify.runtime.attention_worker import AttentionWorker
 from tpverify.runtime.ranks import RankGroup
 from tpverify.runtime.runtime import Draft, VerifyRuntime
@@ -118,6 +122,75 @@ def test_the_top_of_the_pool_is_emptied_and_given_back(ranks: RankGroup) -> None
             runtime.append(seqs[1], normal(rng, 2, 256 - live, 576))
         assert runtime.shrink(np.int64(256)).done
         runtime.append(seqs[1], normal(rng, 2, 256 - live, 576))
+
+
+@pytest.mark.ray
+def test_memory_of_the_top_goes_back_to_the_system(ranks: RankGroup) -> None:
+    """Of each rank's process, as the kernel counts it, and what stays is what it was."""
+
+    def resident(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    rng = np.random.default_rng(3)
+    with VerifyRuntime(replace(CFG, num_slots=16384), group=ranks) as runtime:
+        large, small = runtime.open(), runtime.open()
+        runtime.append(large, normal(rng, 2, 12000, 576))
+        runtime.append(small, normal(rng, 2, 700, 576))
+        fork = runtime.fork(small)  # whose tree, which would stay where it is, goes with it
+        asked = drafts(rng, [small])
+        expected = list(outputs(runtime, {fork: asked[small]}).values())
+        runtime.close(fork)
+        before = [resident(pid) for pid in ranks.pids]
+        runtime.close(large)
+        assert runtime.shrink(2000).done
+        freed = 10000 * ROW_BYTES
+        for pid, bytes_before in zip(ranks.pids, before, strict=True):
+            assert resident(pid) < bytes_before - 0.9 * freed
+        assert list(outputs(runtime, asked).values()) == expected
+        assert runtime.shrink(16384).done
+        runtime.append(small, normal(rng, 2, 12000, 576))  # into what had been given back
+        runtime.check_content()
+
+
+def test_only_whole_pages_go_back() -> None:
+    values, page = np.ones(1 << 16, np.uint8), mmap.PAGESIZE
+    for begin, end in ((5, 5), (5, page), (3, 9 * page + 1)):
+        values[:] = 1
+        address = values.ctypes.data
+        give_back(address + begin, end - begin)
+        pages = np.arange(address, address + values.size) // page * page  # of each byte, where its page begins
+        gone = (pages >= address + begin) & (pages + page <= address + end)
+        assert np.array_equal(values == 0, gone) and gone.sum() >= end - begin - 2 * page
+
+
+def test_a_top_is_released_once_and_when_nothing_is_left_there() -> None:
+    log, replica = KvLog(64), Replica(64)
+
+    def step() -> int | None:
+        replica.apply(*log.pending())
+        log.acknowledge()
+        return replica.take_release()
+
+    one, two = log.open(), log.open()
+    log.append(one, 30)
+    log.append(two, 10)
+    assert step() is None, "nothing was resized"
+    log.close(one)
+    found = []
+    while not log.resize(20).done:
+        found.append(step())
+    assert set(found) == {None}, "sources of moves are in quarantine"
+    assert step() == 20 and step() is None
+    log.resize(64)
+    assert step() == 64, "no slot at all"
+    three = log.open()
+    log.append(three, 25)
+    log.draft(two, 20)
+    log.close(three)
+    log.resize(40)
+    assert step() is None, "a tree reaches over the limit"
+    log.commit(two, [0])
+    assert step() == 40
 
 
 @pytest.mark.ray

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from tpverify.errors import ArgumentError
-from tpverify.kv.entries import Entry, Move
-from tpverify.kv.slots import LIVE, Slots
+from tpverify.kv.entries import Entry, Move, Resize
+from tpverify.kv.slots import FREE, LIVE, Slots
 from tpverify.kv.snapshot import Snapshot
 from tpverify.kv.table import SequenceTables
 
@@ -28,6 +28,7 @@ class Replica:
         self._applied, self._joined = 0, -1
         self._answers = {0: (b"", self._tables.digest())}  # number -> hash of the entry, digest after it
         self._moves: list[tuple[Slots, Slots]] = []
+        self._resized = False
         self._fenced: Fenced | None = None
 
     @classmethod
@@ -63,6 +64,14 @@ class Replica:
         self._trusted()
         moves, self._moves = self._moves, []
         return moves
+
+    def take_release(self) -> int | None:
+        """Once after a Resize: the limit from which on no slot holds anything any longer."""
+        slots = self._trusted().slots
+        if not self._resized or (slots.states[slots.limit :] != FREE).any():
+            return None
+        self._resized = False
+        return slots.limit
 
     def length(self, seq: int) -> int:
         """Committed positions."""
@@ -109,6 +118,7 @@ class Replica:
             self.fence(f"entry {number} does not fit the tables: {error}")
         if isinstance(entry, Move):
             self._moves.append(entry.pairs(self._tables.num_slots))
+        self._resized |= isinstance(entry, Resize)
         self._applied = number
         self._answers[number] = body, self._tables.digest()
         self._answers.pop(number - ANSWERS_KEPT, None)

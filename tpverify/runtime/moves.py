@@ -10,6 +10,7 @@ from torch import Tensor
 from tpverify.kv.digest import content_digest, position_hashes
 from tpverify.kv.extents import unpack
 from tpverify.kv.log import Replica
+from tpverify.native import give_back
 from tpverify.ops.move import move_rows
 from tpverify.ops.move import row_hashes as row_hashes_on_cpu
 from tpverify.runtime.comm import Comm
@@ -78,6 +79,15 @@ class Kept:
             for run, at in zip(np.split(slots, ends), np.split(positions, ends), strict=True):
                 if run.size:
                     self._derive(self._index(run), int(at[0]))
+
+    def release(self, limit: int) -> None:
+        """Slots from `limit` on hold nothing: on a CPU their memory goes back to the system, and rows there are zeros
+        from now on. A GPU keeps it: graphs know the pool by its address."""
+        if self.pool.is_cuda:
+            return
+        for table in (*self.pool, *self.tables, *self.own):
+            top = table[limit:]
+            give_back(top.data_ptr(), top.numel() * top.itemsize)
 
     def answer(self, work: ContentDigest | RowHashes, replica: Replica) -> str | bytes:
         """The result of either, as messages.py has it."""

@@ -99,7 +99,10 @@ class RankServer:
     def _move(self) -> str:
         if self.kept is None or self.replica is None:
             return ""
-        return " ".join(self.kept.move(src, dst, self.replica) for src, dst in self.replica.take_moves())
+        moved = " ".join(self.kept.move(src, dst, self.replica) for src, dst in self.replica.take_moves())
+        if (limit := self.replica.take_release()) is not None:
+            self.kept.release(limit)
+        return moved
 
     def _handle(self, work: Work, frames: list[memoryview]) -> tuple[Any, list[Frame]]:
         if isinstance(work, Ping):

@@ -217,12 +217,14 @@ class VerifyRuntime:
 
     def shrink(self, num_slots: int) -> DefragReport:
         """Move what lies in slots from num_slots on below, and hand none of those out until `shrink` is called with a
-        larger number. What was kept for later sequences goes if there is no room. PoolFull if the rest does not fit."""
+        larger number; on CPU ranks their memory goes back to the system. What was kept for later sequences goes if
+        there is no room. PoolFull if the rest does not fit."""
         moves, idle, before = 0, 0, self._extents()
         while not (moved := self._log.resize(num_slots)).done and idle < 3:
             moves += moved.moves
             idle = 0 if moved.moves else idle + 1
             self._coordinator.step(Ping())
+        self._coordinator.step(Ping())  # the ranks' turn: the last slots are free
         return DefragReport(moves, moves * self._row_bytes(), before, self._extents(), moved.done)
 
     def digests(self) -> dict[str | int, str]:
