@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
@@ -20,10 +19,10 @@ from typing import Any
 
 import cubins
 import evidence
+import runs
 import stage_table
 import torch
 from gpu_time import header
-from suite import DEADLINE_S, environment_of, outcomes
 
 RANKS_MARKERS = "<!-- ranks: {} -->", "<!-- end of ranks -->"
 QUOTED = re.compile(r"<!-- ranks: ([\w-]+) -->\n(.*?)<!-- end of ranks -->", re.S)
@@ -32,27 +31,10 @@ SECTIONS = {"gpu": dict, "toolkit": str, "cubins": dict, "sources": dict, "tests
 STEPS = 1000
 
 
-def run_tests(environment: dict[str, str], folder: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """{test: outcome} and the fault table."""
-    report = folder / "ranks.xml"
-    options = ["-q", "-m", "gpu or multi_gpu", f"--junitxml={report}", "-o", "junit_family=xunit1"]  # with properties
-    command = [sys.executable, "-m", "pytest", *TESTS, *options]
-    subprocess.run(command, cwd=evidence.ROOT, env=environment, stdout=sys.stderr, timeout=DEADLINE_S)
-    return outcomes(report.read_text()), faults(report.read_text())
-
-
 def faults(report: str) -> list[dict[str, Any]]:
     """Rows that tests left in a JUnit report: the fault, the error it ended with, and after how many seconds."""
     properties = ElementTree.fromstring(report).iter("property")
     return [json.loads(one.get("value", "")) for one in properties if one.get("name") == "fault"]
-
-
-def run_bench(environment: dict[str, str]) -> dict[str, Any]:
-    script = str(evidence.ROOT / "bench/bench_step.py")
-    command = [sys.executable, script, "--device", "cuda", "--steps", str(STEPS), "--json"]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 def needed_tests() -> set[str]:
@@ -103,19 +85,24 @@ def load() -> dict[str, dict[str, Any]]:
 
 def collect(library: Path, folder: Path, results: Path) -> list[str]:
     """Run everything with this library, write the file, and return what is wrong with it."""
-    environment = environment_of(library.parent)
+    environment = runs.environment_of(library.parent)
     toolkit, hashes = str(cubins.toolkit()), cubins.hashes(library)
-    tests, rows = run_tests(environment, folder)
-    steps = run_bench(environment)
+    report = runs.tests(environment, folder, [*TESTS, "-m", "gpu or multi_gpu"])
+    steps = runs.bench(environment, "bench_step.py", ["--device", "cuda", "--steps", str(STEPS)])
     gathering = next(row["collectives"] for row in steps["rows"] if "collectives" in row)
     gpu = header() | {
         "count": torch.cuda.device_count(),
         "collectives": f"{gathering['backend']} by {', '.join(gathering.get('paths', []))}",
     }
     found = {
-        "gpu": gpu, "toolkit": toolkit, "cubins": hashes, "sources": evidence.sources(), "tests": tests, "faults": rows,
+        "gpu": gpu,
+        "toolkit": toolkit,
+        "cubins": hashes,
+        "sources": evidence.sources(),
+        "tests": runs.outcomes(report),
+        "faults": faults(report),
         "steps": steps,
-    }  # fmt: skip
+    }
     print(evidence.write(found, results, f"-x{gpu['count']}"))
     found["seal"] = evidence.seal(found)
     print(quote(found))

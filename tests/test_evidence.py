@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import cubins  # noqa: E402
 import evidence  # noqa: E402
+import runs  # noqa: E402
 import suite  # noqa: E402
 from verify_case import SHAPES  # noqa: E402
 
@@ -116,7 +117,7 @@ def test_outcomes_are_read_from_a_junit_report() -> None:
     <testcase classname="tests.gpu.test_a" name="test_y"><failure message="m">text</failure></testcase>
     <testcase classname="tests.gpu.test_a" name="test_z"><skipped message="m"/></testcase>
     <testcase classname="tests.gpu.test_a" name="test_w"><error/></testcase></testsuite></testsuites>"""
-    assert suite.outcomes(report) == {
+    assert runs.outcomes(report) == {
         "test_a::test_x[1]": "passed",
         "test_a::test_y": "failed",
         "test_a::test_z": "skipped",
@@ -133,8 +134,9 @@ def test_the_suite_writes_what_the_check_reads(tmp_path: Path, monkeypatch: pyte
         (cubins, "toolkit", made["toolkit"]),
         (cubins, "hashes", made["cubins"]),
         (cubins, "tile_loops", {}),
-        (suite, "run_tests", made["tests"]),
-        (suite, "run_bench", bench),
+        (runs, "tests", "a report"),
+        (runs, "outcomes", made["tests"]),
+        (runs, "bench", bench),
         (evidence, "sources", NOW),
         (evidence, "gpu_tests", TESTS),
     ):
@@ -143,7 +145,7 @@ def test_the_suite_writes_what_the_check_reads(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "argv", ["suite.py", "--results", str(tmp_path)])
     assert suite.main() == 0
     assert json.loads((tmp_path / "gpu-x.json").read_text()) == made
-    monkeypatch.setattr(suite, "run_tests", lambda *_: {"test_verify_cuda::test_heads[8]": "failed"})
+    monkeypatch.setattr(runs, "outcomes", lambda *_: {"test_verify_cuda::test_heads[8]": "failed"})
     assert suite.main() == 1
     assert json.loads((tmp_path / "gpu-x.json").read_text())["tests"] == {"test_verify_cuda::test_heads[8]": "failed"}
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import cubins  # noqa: E402
 import evidence  # noqa: E402
-import suite  # noqa: E402
+import runs  # noqa: E402
 import suite_ranks  # noqa: E402
 
 BUILT = {"sm_90": {"flash": "a1"}, "sm_120": {"flash": "a2"}}
@@ -50,7 +50,7 @@ def problems(found: dict) -> list[str]:
 def test_faults_are_read_from_a_junit_report() -> None:
     report = REPORT.format(fault=json.dumps(FAULT).replace('"', "&quot;"))
     assert suite_ranks.faults(report) == [FAULT]
-    assert suite.outcomes(report) == {"test_a::test_bits[2]": "passed", "test_a::test_more": "passed"}
+    assert runs.outcomes(report) == {"test_a::test_bits[2]": "passed", "test_a::test_more": "passed"}
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,10 @@ def test_the_suite_writes_what_the_check_reads(tmp_path: Path, monkeypatch: pyte
     for module, name, value in (
         (cubins, "toolkit", made["toolkit"]),
         (cubins, "hashes", made["cubins"]),
-        (suite_ranks, "run_tests", (made["tests"], made["faults"])),
-        (suite_ranks, "run_bench", made["steps"]),
+        (runs, "tests", "a report"),
+        (runs, "outcomes", made["tests"]),
+        (suite_ranks, "faults", made["faults"]),
+        (runs, "bench", made["steps"]),
         (suite_ranks, "needed_tests", TESTS),
         (suite_ranks, "header", {key: made["gpu"][key] for key in ("name", "driver_version", "torch")}),
         (evidence, "sources", NOW),
