@@ -1,5 +1,7 @@
 """Messages: what is sent arrives, and anything else is answered with an error."""
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 import torch
@@ -128,9 +130,24 @@ def test_tensor_frames_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) ->
     assert received.dtype == dtype and torch.equal(received, tensor)
 
 
-def test_frame_of_a_strided_tensor_is_in_row_major_order() -> None:
-    tensor = torch.arange(12.0).reshape(3, 4).T[1:]
-    assert torch.equal(tensor_of(frame_of(tensor), torch.float32, (3, 3)), tensor)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x.chunk(2, dim=2)[1],  # a rank's heads
+        lambda x: x[:, 1:3, ::2],
+        lambda x: x[..., ::2],
+        lambda x: x.transpose(1, 3),
+        lambda x: x[:1, :1, :1, :1].expand(2, 3, 4, 5),
+        lambda x: x[..., :1].expand(2, 5, 4, 6),
+        lambda x: x[:, :, :0],
+    ],
+)
+def test_frame_of_a_strided_tensor_is_in_row_major_order(cut: Callable, dtype: torch.dtype) -> None:
+    tensor = cut(torch.randn(2, 5, 4, 6).to(dtype))
+    assert bytes(frame_of(tensor)) == bytes(
+        torch.clone(tensor, memory_format=torch.contiguous_format).untyped_storage()
+    )
 
 
 @pytest.mark.parametrize("size", [0, 15, 17, 32])

@@ -1,15 +1,23 @@
-"""Tensors as raw frames and back."""
+"""Tensors as raw frames and back.
+
+numpy copies what has to be copied: torch would share a megabyte out among all its threads, and these have gone to sleep
+since the step before.
+"""
 
 from collections.abc import Sequence
 from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 def frame_of(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor in row-major order; no copy if it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    tensor = tensor.detach()
+    if not tensor.is_contiguous() and tensor.stride(-1) == 1:  # numpy has no bfloat16, but it has bytes
+        return np.ascontiguousarray(tensor.view(torch.uint8).numpy()).reshape(-1).data
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def digest_of(tensor: Tensor) -> str:

@@ -158,8 +158,8 @@ class VerifyRuntime:
             self._trees[seq] = draft.tree
             words, depths = draft.tree.ancestor_words().astype("<u8"), draft.tree.depths.astype("<i4")
             requests.append(TreeRequest(seq, len(draft.tree), words.tobytes(), depths.tobytes()))
-        latents = torch.cat([latents for _, latents, _ in checked.values()], dim=1)
-        q = torch.cat([q for q, _, _ in checked.values()], dim=1)
+        latents = _joined([latents for _, latents, _ in checked.values()])
+        q = _joined([q for q, _, _ in checked.values()])
         shards = [[frame_of(shard)] for shard in q.chunk(self.cfg.tp, dim=2)]
         answers = self._coordinator.step(Attend(requests, softmax_scale), [frame_of(latents)], shards)
 
@@ -313,6 +313,11 @@ class VerifyRuntime:
                 seq_out, seq_lse = seq_out[0], seq_lse[0]
             results[seq] = Verified(seq_out.contiguous(), seq_lse.contiguous())
         return results
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Along the nodes, [layers, N, ...]; without a copy if there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _path_in(tree: DraftTree, accepted: Accept) -> np.ndarray:
