@@ -97,11 +97,8 @@ class RankGroup:
         self.answers: dict[int, Answer] = {}  # of the others to it, by rank
         self._resources = ExitStack()  # unwound by close(), last acquired first
         atexit.register(self.close)
-        try:
+        with self.closed_by_failure():
             self._start(device, TRANSPORTS[transport], oversubscribe)
-        except BaseException:
-            self.close()
-            raise
 
     def _start(self, device: str, transport: Callable[[int, float], Transport], oversubscribe: bool) -> None:
         cluster.check_socket_path(os.path.join(tempfile.gettempdir(), "tpverify-01234567", RENDEZVOUS))
@@ -186,10 +183,14 @@ class RankGroup:
 
     @contextmanager
     def closed_by_failure(self) -> Iterator[None]:
-        """Whatever is raised within closes the group: a half-done step leaves ranks that wait for each other."""
+        """Whatever is raised within closes the group: a half-done step leaves ranks that wait for each other. What the
+        system refuses the driver (a descriptor, a directory of temporary files) is a ClusterError."""
         self.require_open()
         try:
             yield
+        except OSError as failure:
+            self.close()
+            raise ClusterError(f"no way from this process to its ranks: {failure}") from failure
         except BaseException:
             self.close()
             raise
