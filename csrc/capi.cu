@@ -78,9 +78,9 @@ struct Workspace {
   float* partial_lse(int tile_rows) const { return partial_out() + items * tile_rows * kLatent; }
 };
 
-// The most work items that the planner makes for requests within their limits, one a block at least. What it counts, row tiles of split_heads
-// heads times splits, exceeds kMaxWaves waves only if no request is split; a tile of the rank's own heads covers as many
-// rows or more.
+// The most work items that the planner makes for requests within their limits, one a block at least. What it counts, row
+// tiles of split_heads heads times splits, exceeds kMaxWaves waves only if no request is split; a tile of the rank's own
+// heads covers as many rows or more.
 int64_t most_items(const tpv_verify_split& s, int batch, int max_nodes, int64_t max_tokens, int multiprocessors) {
   const int64_t row_tiles = divide_up(int64_t(max_nodes) * s.heads, s.tile_rows);
   if (s.batch_invariant) {

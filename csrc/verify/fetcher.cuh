@@ -54,9 +54,12 @@ struct Fetcher {
     return reinterpret_cast<uint64_t>(block.p.kv) + static_cast<uint64_t>(slot) * block.p.kv_stride_bytes;
   }
 
-  // Rows beyond the last repeat it; nothing of them is stored.
+  // Rows beyond the last repeat the tile's others in turn; nothing of them is stored. (Were it one row, all blocks would ask
+  // for its lines many times at once: with 8 of 16 rows, 129 blocks waited 2 us longer.)
   __device__ uint64_t row_of_queries(const WorkItem& item, int tile, int r) const {
-    const int row = min(item.row_tile * T::kRows + (tile + T::kQueryTiles) * 16 + first_row + r, item.nodes * block.p.heads - 1);
+    const int first = item.row_tile * T::kRows, end = item.nodes * block.p.heads;
+    int row = first + (tile + T::kQueryTiles) * 16 + first_row + r;
+    while (row >= end) row -= end - first;
     const int node = node_of(block.p, row), head = row - node * block.p.heads;
     return reinterpret_cast<uint64_t>(block.p.q) +
            ((item.node_begin + node) * block.p.q_stride_node + head * block.p.q_stride_head) * 2;
@@ -73,13 +76,13 @@ struct Fetcher {
     return s;
   }
 
-  // A block's first kSlots - 1 tiles, before any tile is done. Queries come as in next(), but without what cannot be yet: the
-  // instructions are as cold as the data.
-  __device__ void start() {
+  // A block's first kSlots - 1 tiles, before any tile is done, or all but as many as it returns, below 0. Queries come as in
+  // next(), but without what cannot be yet: the instructions are as cold as the data.
+  __device__ int start() {
     constexpr int kFirst = T::kQueryTiles < T::kSlots ? T::kQueryTiles : T::kSlots - 1;
-    if (index == kNoItem) return;
-    const uint64_t address =
-        row_of_queries(block.item(index), tile + block.lane / T::kCopyRows, block.lane % T::kCopyRows);
+    if (index == kNoItem) return 0;
+    const uint64_t address = row_of_queries(
+        block.item(index), block.lane / T::kCopyRows % T::kQueryTiles - T::kQueryTiles, block.lane % T::kCopyRows);
 #pragma unroll
     for (int t = 0; t < kFirst; ++t) {
       uint64_t source[T::kCopyRows];
@@ -88,7 +91,10 @@ struct Fetcher {
       copy_rows<T::kCopyRows, T::kPitch>(block.tile(t) + first_row * T::kPitch, source, kRow * 2, block.full(t));
     }
     tile += kFirst;
-    for (int t = kFirst; t < T::kSlots - 1; ++t) next(t - (T::kSlots - 1));
+    int done = kFirst - (T::kSlots - 1);
+    if (!T::kWholeFirst)
+      for (; done < 0; ++done) next(done);
+    return done;
   }
 
   // A tile of tokens that is whole and not its item's last.
@@ -100,6 +106,13 @@ struct Fetcher {
     barrier_wait(block.empty(count), block.tile_parity(count) ^ 1);
     copy_rows<T::kCopyRows, T::kPitch>(block.tile(count) + first_row * T::kPitch, source, kRow * 2, block.full(count));
     if (static_cast<uint32_t>(++tile) % kBatch == 0) turn();
+  }
+
+  // One of an item's first tiles.
+  __device__ void next_first(uint32_t done) {
+    const bool whole =
+        T::kWholeFirst && index != kNoItem && tile >= 0 && (tile + 1) * T::kTokens < uniform(block.item(index).tokens);
+    if (whole) next_whole(next_slots(), done); else next(done);
   }
 
   // Any tile; nothing after the last.

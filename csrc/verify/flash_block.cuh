@@ -23,6 +23,9 @@ struct FlashBlock {
   const uint32_t smem;
   const int lane;
 
+  // Barriers are made: for all warps, in the code of each role. The PV warps ask for their item before.
+  __device__ void begin() const { named_barrier(0, T::kThreads); }
+
   __device__ int items() const { return uniform(__ldg(&p.header->num_items)); }
   // From a block's item to its next one.
   __device__ int stride() const {

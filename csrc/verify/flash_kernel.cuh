@@ -24,10 +24,10 @@ __global__ void __launch_bounds__(FlashTraits<GROUPS, MT>::kThreads, 1) flash_ve
     for (int i = 0; i < 2 * T::kGroups; ++i) store_shared(block.exceeds(i / 2, i), ~0u);
     fence_barrier_init();
   }
-  __syncthreads();
-  cudaTriggerProgrammaticLaunchCompletion();  // the combine kernel's blocks may come as soon as there is room for them
   const int warp = uniform(threadIdx.x / 32);
   if (warp < T::kQkWarps) {
+    block.begin();
+    cudaTriggerProgrammaticLaunchCompletion();  // the combine kernel's blocks may come as soon as there is room for them
     QkWarp<T>(block, warp).run();
   } else {
     PvWarp<T>(block, warp - T::kQkWarps).run();

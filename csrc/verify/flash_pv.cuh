@@ -25,13 +25,15 @@ struct PvWarp : FlashBlock<T> {
 
   __device__ void run() {
     Fetcher<T> fetcher(*this, group * 4 + quarter);
-    fetcher.start();
-    uint32_t count = 0, step = 0;
+    this->begin();
+    int first = fetcher.start();
+    uint32_t count = first, step = 0;
     for (int i = blockIdx.x; i < this->items(); i += this->stride()) {
-      for (int t = 0; t < T::kQueryTiles; ++t) {
-        this->arrive(this->empty(count));
-        fetcher.next(count++);
+      for (int t = first; t < T::kQueryTiles; ++t) {
+        if (t >= 0) this->arrive(this->empty(count));
+        fetcher.next_first(count++);
       }
+      first = 0;
       sum[0] = sum[1] = 0.0f;
       maximum[0] = maximum[1] = kNothing;
 #pragma unroll

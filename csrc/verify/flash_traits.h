@@ -28,6 +28,10 @@ struct FlashTraits {
   static constexpr int kTileBytes = 16 * kPitch;
   static constexpr int kSlots = kRows == 16 ? 5 : 4;  // a short chain of products leaves more of the time to the copies
 
+  // Whether a block's first tokens come by the code of a whole tile: PV warps then are there before the scores, not after
+  // them. With more rows it changes nothing but how ptxas orders the loops.
+  static constexpr bool kWholeFirst = kRows == 16;
+
   // Of each QK warp: [fragment][register][lane] scores of 16 MT rows x 16 tokens, then [spilled step][m tile][lane] uint4 of Q.
   static constexpr int kScoreBytes = MT * 1024;
   static constexpr int kQkBytes = kScoreBytes + kSpilledSteps * MT * 512;
