@@ -44,6 +44,9 @@ EXAMPLES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code (argparse's --help exits by itself)."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started this: what is opened next would take its number
+            setattr(sys, name, open(os.devnull, mode))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what a terminal cannot show is no reason to fail

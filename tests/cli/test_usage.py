@@ -232,3 +232,12 @@ def test_a_terminal_of_ascii_shows_what_it_can() -> None:
 def test_interrupt_is_one_line(tpverify: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpverify.doctor.inspect", lambda: os.kill(os.getpid(), signal.SIGINT))
     assert tpverify("doctor") == (130, "", "tpverify: interrupted\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(closed: str) -> None:
+    """As a service may start it: what would be printed is lost, the exit code is not."""
+    for command, code in (("report kv", 0), ("report kv --out", 2)):
+        script = f'exec "$0" -m tpverify {command} {closed}'
+        done = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, text=True, timeout=60)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr

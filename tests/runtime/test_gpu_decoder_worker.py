@@ -84,8 +84,8 @@ def request(tokens: list[int], parents: list[int], seq: int, prompt: bool = Fals
 
 
 BAD = {
-    "a token outside the vocabulary": ([1, 256], [-1, 0], "tokens: expected ids below 256, got 256"),
-    "a negative token": ([-1, 2], [-1, 0], "tokens: expected ids below 256"),
+    "a token outside the vocabulary": ([1, 256], [-1, 0], "tokens: expected ids from 0 to 255, got 256"),
+    "a negative token": ([-1, 2], [-1, 0], "tokens: expected ids from 0 to 255, got -1"),
     "a parent that comes later": ([1, 2, 3], [-1, 2, 0], "parents.1.: expected an earlier node"),
     "a second root": ([1, 2], [-1, -1], "parents.1.: expected an earlier node"),
     "a tree that is too deep": (list(range(17)), list(range(-1, 16)), "at most 15 nodes below the root, got 16"),

@@ -225,6 +225,43 @@ def test_groups_one_after_another_and_side_by_side() -> None:
         assert ray.is_initialized(), "Ray ends with who started it"
 
 
+def test_a_fork_of_the_driver_leaves_the_ranks_alone(ranks: RankGroup) -> None:
+    """Steps of two processes on one connection would be mixed up; and Ray's calls never return in a fork."""
+    steps = coordinator(ranks)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with pytest.raises(ClusterError, match=f"process {os.getppid()}'s, of which this one is a fork"):
+                steps.step(Ping())
+            with pytest.raises(ClusterError, match="a fork"):
+                ranks.call(Step(1, 1, [], Ping()))
+            ranks.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    end = time.monotonic() + 20
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert ended == (pid, 0)
+    assert len(set(steps.digests().values())) == 1
+
+
+def test_a_driver_with_thousands_of_descriptors() -> None:
+    """A handle of a rank's process is then a number that select() does not take."""
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with RankGroup(2, "cpu") as group:
+            assert len(set(coordinator(group).digests().values())) == 1
+            stop(group.pids[1])
+        assert all(map(process_ended, group.pids))
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
 def test_no_file_stays_while_ranks_run(ranks: RankGroup) -> None:
     assert [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("tpverify-")] == []
 

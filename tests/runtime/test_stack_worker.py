@@ -125,8 +125,10 @@ def test_what_it_does_not_do(worker: stack_worker.StackWorker) -> None:
         worker.handle(decode({seq: DraftTree.chain(range(13))}), [], replica)
     log.draft(seq, 1)
     replica.apply(*log.pending())
-    with pytest.raises(ValueError, match="tokens: expected ids below 40, got 40"):
-        worker.handle(decode({seq: DraftTree.chain([40])}), [], replica)
+    for token in (40, -1):
+        asked = DecodeRequest(seq, np.int64([token]).tobytes(), np.int32([-1]).tobytes(), False, 0.0, 0, 0)
+        with pytest.raises(ValueError, match=f"tokens: expected ids from 0 to 39, got {token}"):
+            worker.handle(Decode([asked]), [], replica)
     with pytest.raises(TypeError, match="cannot do HiddenDigest"):
         worker.handle(HiddenDigest(seq, 1), [], replica)
 

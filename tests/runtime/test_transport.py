@@ -347,6 +347,16 @@ def test_meanwhile(start: Any, spin_s: float) -> None:
     assert received(transport.receive(0, LONG_S)) == [b"x"]
 
 
+def test_a_dead_rank_is_not_the_end_of_a_script_that_sigpipe_ends(start: Any) -> None:
+    transport, (rank,) = start(lambda endpoint: connected(endpoint).close())
+    rank.thread.join(LONG_S)
+    signals: list[object] = []
+    before = signal.signal(signal.SIGPIPE, lambda *sent: signals.append(sent))
+    transport.send(0, [BIG])
+    signal.signal(signal.SIGPIPE, before)
+    assert signals == [] and transport.receive(0, 0.0) is None
+
+
 DRIVER = f"""
 import sys, time
 sys.path.insert(0, {str(Path(tpverify.__file__).parents[1])!r})

@@ -1,6 +1,7 @@
 """Ranks that are threads of this process: they die and hang where a test says, in no time, and show what they keep."""
 
 import functools
+import os
 import queue
 import socket
 import threading
@@ -120,6 +121,7 @@ class ThreadRanks(RankGroup):
     def __init__(self, size: int, deadline_s: float = 1.0, place: str = "cpu", nccl: bool = False) -> None:
         self.place, self.nccl = place, nccl
         self.size, self.deadline_s, self.device, self.device_reason = size, deadline_s, "cpu", None
+        self._driver = os.getpid()
         self.closed, self.coordinator, self.collectives = False, None, {"backend": "sockets"}
         self.fates: dict[tuple[int, str], list[Any]] = {}
         self._actors, self._sentinels, self.pids = [None] * size, [None] * size, [0] * size

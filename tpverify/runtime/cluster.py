@@ -69,7 +69,7 @@ def _connect() -> None:
                     object_store_memory=OBJECT_STORE_BYTES,
                     _node_ip_address="127.0.0.1",
                 )
-        except (OSError, RuntimeError, ValueError) as failure:
+        except Exception as failure:  # for a node that does not come up Ray raises just that
             hint = ": set a shorter TMPDIR" if "AF_UNIX path length" in str(failure) else ""
             raise ClusterError(f"cannot reach Ray at {address or 'a new local cluster'}: {failure}{hint}") from failure
         _connection.push(undo.pop_all())

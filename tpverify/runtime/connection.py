@@ -42,7 +42,9 @@ class Connection:
     def flush(self) -> None:
         try:
             while self.unsent:
-                self.unsent = _after(self.unsent, self.socket.sendmsg(self.unsent[:BUFFERS_AT_ONCE]))
+                # A driver that lets SIGPIPE end it, as scripts whose output is cut off do, is not to end with a rank.
+                sent = self.socket.sendmsg(self.unsent[:BUFFERS_AT_ONCE], [], socket.MSG_NOSIGNAL)
+                self.unsent = _after(self.unsent, sent)
         except BlockingIOError:
             pass
 

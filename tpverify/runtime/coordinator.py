@@ -57,7 +57,7 @@ class Coordinator:
         self._wave: tuple[Moved, float] | None = None  # that the next step carries, and the seconds its plan took
         self._answered = ""
         group.coordinator = self
-        with meeting() as rendezvous:
+        with group.closed_by_failure(), meeting() as rendezvous:
             configure = Configure(self.tp, num_slots, kind, options, rendezvous, group.generation)
             self._recovery = Recovery(group, configure, self._log, 0)
             self._step(configure, (), None, START_DEADLINE_S)

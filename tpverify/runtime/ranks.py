@@ -87,6 +87,7 @@ class RankGroup:
         check_choice("device", device, DEVICES)
         check_choice("transport", transport, list(TRANSPORTS))
         check_type("oversubscribe", oversubscribe, bool, "a bool")
+        self._driver = os.getpid()
         self.closed = False
         self.coordinator: Any = None  # the one whose log the ranks follow
         self.pids: list[int] = []
@@ -96,11 +97,8 @@ class RankGroup:
         self.answers: dict[int, Answer] = {}  # of the others to it, by rank
         self._resources = ExitStack()  # unwound by close(), last acquired first
         atexit.register(self.close)
-        try:
+        with self.closed_by_failure():
             self._start(device, TRANSPORTS[transport], oversubscribe)
-        except BaseException:
-            self.close()
-            raise
 
     def _start(self, device: str, transport: Callable[[int, float], Transport], oversubscribe: bool) -> None:
         cluster.check_socket_path(os.path.join(tempfile.gettempdir(), "tpverify-01234567", RENDEZVOUS))
@@ -185,10 +183,14 @@ class RankGroup:
 
     @contextmanager
     def closed_by_failure(self) -> Iterator[None]:
-        """Whatever is raised within closes the group: a half-done step leaves ranks that wait for each other."""
+        """Whatever is raised within closes the group: a half-done step leaves ranks that wait for each other. What the
+        system refuses the driver (a descriptor, a directory of temporary files) is a ClusterError."""
         self.require_open()
         try:
             yield
+        except OSError as failure:
+            self.close()
+            raise ClusterError(f"no way from this process to its ranks: {failure}") from failure
         except BaseException:
             self.close()
             raise
@@ -214,9 +216,7 @@ class RankGroup:
         end = time.monotonic() + deadline_s
         while self._owing and time.monotonic() < end:
             for rank in sorted(self._owing):
-                message = self.transport.receive(rank, POLL_S)
-                if message is not None:
-                    self._take(rank, message)
+                self._take(rank, number, POLL_S)
             self._look_for_dead(number, 0.0)
         return sorted(self._owing)
 
@@ -227,9 +227,11 @@ class RankGroup:
         return [rank for rank, ping in zip(ranks, pings, strict=True) if ping not in alive]
 
     def require_open(self) -> None:
-        """Raise ClusterError if the group is closed."""
+        """Raise ClusterError if the group is closed, or another process's, from which this one was forked."""
         if self.closed:
             raise ClusterError("this group of ranks is closed: start another")
+        if os.getpid() != self._driver:
+            raise ClusterError(f"this group of ranks is process {self._driver}'s, of which this one is a fork")
 
     def fail(self, rank: int, step: int, cause: str) -> RankFailure:
         """Close the group, and return the error that says why."""
@@ -238,6 +240,8 @@ class RankGroup:
 
     def close(self) -> None:
         """End the ranks and release everything. Can be called again."""
+        if os.getpid() != self._driver:  # a fork of it: these are not its ranks, and Ray's calls never return there
+            return
         self.closed = True
         self._resources.close()
         atexit.unregister(self.close)
@@ -281,10 +285,9 @@ class RankGroup:
         """Whether the rank has answered, now or before."""
         if rank not in self._owing:
             return True
-        message = self.transport.receive(rank, timeout_s)
-        if message is None:
+        reply = self._take(rank, number, timeout_s)
+        if reply is None:
             return False
-        reply = self._take(rank, message)
         if reply.error is not None and not reply.interrupted:
             self._look_for_dead(number, BLAME_S)  # a rank's error is often the echo of a peer's death
             raise RankFailure(rank, number, reply.error)
@@ -292,8 +295,15 @@ class RankGroup:
             raise RankFailure(rank, number, f"answered step {reply.number}")
         return True
 
-    def _take(self, rank: int, message: list[memoryview]) -> Reply:
-        reply = messages.decode_reply(message[0])
+    def _take(self, rank: int, number: int, timeout_s: float) -> Reply | None:
+        """The rank's reply, into `answers`; None if there is none in time. RankFailure for what is no reply."""
+        try:
+            message = self.transport.receive(rank, timeout_s)
+            if message is None:
+                return None
+            reply = messages.decode_reply(message[0])
+        except (ValueError, IndexError, msgspec.DecodeError) as failure:
+            raise RankFailure(rank, number, f"its answer is no reply: {failure}") from failure
         self.answers[rank] = Answer(reply, message[1:])
         self._owing.discard(rank)
         return reply
@@ -344,9 +354,13 @@ def _process(pid: int, handles: ExitStack) -> int | None:
 
 def _not_ended(processes: list[int], timeout_s: float) -> list[int]:
     end = time.monotonic() + timeout_s
+    poll = select.poll()  # which takes any number of a descriptor; select none from 1,024 on
+    for process in processes:
+        poll.register(process, select.POLLIN)
     while processes and (left := end - time.monotonic()) > 0:
-        ended, _, _ = select.select(processes, [], [], left)
-        processes = [process for process in processes if process not in ended]
+        for process, _ in poll.poll(left * 1000):
+            poll.unregister(process)
+            processes = [other for other in processes if other != process]
     return processes
 
 

@@ -174,8 +174,10 @@ class StackWorker:
     def _check(self, request: StepRequest) -> None:
         """Raise ValueError for a token that would be read beyond the table, which no process survives."""
         tokens, vocab_size = request.tokens.tolist(), self.stack.config.vocab_size
-        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            raise ValueError(f"tokens: expected ids below {vocab_size}, got {max(tokens)}")
+        lowest, highest = min(tokens), max(tokens)
+        if not 0 <= lowest <= highest < vocab_size:
+            got = lowest if lowest < 0 else highest
+            raise ValueError(f"tokens: expected ids from 0 to {vocab_size - 1}, got {got}")
 
 
 def _pack(packed: np.ndarray, requests: Sequence[StepRequest]) -> None:
