@@ -31,11 +31,14 @@ class Scripted:
         self.allgather(torch.zeros(1), torch.zeros(size))  # everyone has to come
 
     def _until(self, there: Callable[[], bool]) -> None:
+        """An error shows in what has come through, too."""
         end = time.monotonic() + PATIENCE_S
-        while not there():
+        while True:
             try:
                 if self.failure is not None:
                     raise ConnectionError(f"this communicator has ended: {self.failure}")
+                if there():
+                    return
                 self.watch()
                 assert time.monotonic() < end, "nobody told this rank that a peer is lost"
             except OSError:

@@ -1,5 +1,6 @@
 """Ranks whose rows are not what they should be: found with a move or on demand, named, and never heard again."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,6 +31,7 @@ class LocalRanks(RankGroup):
     def __init__(self, size: int) -> None:
         self.size, self.deadline_s, self.device, self.device_reason = size, 30.0, "cpu", None
         self.closed, self.coordinator, self.collectives = False, None, {"backend": "sockets"}
+        self._driver = os.getpid()
         self.servers = [RankServer(rank, "cpu", False, 30.0) for rank in range(size)]
         self.threads, self.calls = ThreadPoolExecutor(size), 0
 
