@@ -148,16 +148,22 @@ def test_lost_in_a_step(undisturbed: list[torch.Tensor], place: str, after: int,
     whole(story, undisturbed)
 
 
-@pytest.mark.parametrize("again", [0, 1, 3], ids=["source", "new", "bystander"])
-@pytest.mark.parametrize("place", ["meeting", "refill", "relay", "hashes", "entries"])
-def test_another_lost_while_one_is_replaced(undisturbed: list[torch.Tensor], place: str, again: int) -> None:
-    group = ThreadRanks(4, 0.4)
+def loses_two(
+    group: ThreadRanks, first: tuple[str, int], place: str, again: int, undisturbed: list[torch.Tensor]
+) -> None:
+    """Rank 1 is killed at `first`, a place after so many passes; rank `again` is lost while it is replaced."""
     story = Story(VerifyRuntime(config(4), group=group, max_restarts=3))
-    group.lose(1, "gather", after=2)
+    group.lose(1, first[0], after=first[1])
     group.lose(again, place, "hang" if again == 3 else "kill", start=5)
     story.tell(STEPS)
     assert not group.fates and group.started in (6, 7)
     whole(story, undisturbed)
+
+
+@pytest.mark.parametrize("again", [0, 1, 3], ids=["source", "new", "bystander"])
+@pytest.mark.parametrize("place", ["meeting", "refill", "relay", "hashes", "entries"])
+def test_another_lost_while_one_is_replaced(undisturbed: list[torch.Tensor], place: str, again: int) -> None:
+    loses_two(ThreadRanks(4, 0.4), ("gather", 2), place, again, undisturbed)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from decoding import held_out
 from scripted_nccl import Recorder, Scripted, init, unique_id
-from test_recovery import STEPS, Story, config, told, whole
+from test_recovery import STEPS, Story, config, loses_two, told, whole
 from thread_ranks import ThreadRanks, watched  # noqa: F401
 
 from tpverify import pynccl
@@ -85,13 +85,7 @@ def test_another_lost_while_one_is_replaced(
 ) -> None:
     """The source, the new one, or one that stands by."""
     monkeypatch.setattr(recovery, "START_DEADLINE_S", 1.0)
-    found = group(4, deadline_s=0.5)
-    story = Story(VerifyRuntime(config(4), group=found, max_restarts=3))
-    found.lose(1, "entries", after=6)
-    found.lose(again, place, "hang" if again == 3 else "kill", start=5)
-    story.tell(STEPS)
-    assert not found.fates and found.started in (6, 7)
-    whole(story, undisturbed)
+    loses_two(group(4, deadline_s=0.5), ("entries", 6), place, again, undisturbed)
 
 
 def generate(ranks: ThreadRanks, max_restarts: int = 1) -> tuple[list[GenerationResult], Engine]:

@@ -24,14 +24,7 @@ from tpverify.runtime.comm import GpuComm
 from tpverify.runtime.device import latent_pool
 from tpverify.runtime.gpu_step import StepRequest
 from tpverify.runtime.graphs import Bucket, Graphs
-from tpverify.runtime.messages import (
-    Decode,
-    Decoded,
-    DecodedRequest,
-    DecodeRequest,
-    Frame,
-    Work,
-)
+from tpverify.runtime.messages import Decode, Decoded, DecodedRequest, DecodeRequest, Frame, Work
 from tpverify.runtime.moves import Kept
 from tpverify.runtime.rehearsal import NODES, Rehearsal
 from tpverify.runtime.stages import StageClock
