@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from decoding import held_out
 
 import tpverify
@@ -16,9 +17,9 @@ from tpverify import pynccl
 from tpverify.config import MlaGeometry, RuntimeConfig
 from tpverify.errors import ArgumentError, ClusterError, RankFailure
 from tpverify.ops import cuda
-from tpverify.runtime import cluster
+from tpverify.runtime import cluster, device
 from tpverify.runtime.coordinator import Coordinator
-from tpverify.runtime.device import Place, choose, for_attention, for_decoder, gpu_index
+from tpverify.runtime.device import Place, choose, for_attention, for_decoder, gpu_index, latent_pool
 from tpverify.runtime.engine import Engine
 from tpverify.runtime.ranks import RankGroup
 from tpverify.runtime.runtime import VerifyRuntime
@@ -241,3 +242,23 @@ def test_ranks_start_again_without_peer_to_peer_if_nccl_hangs(monkeypatch: pytes
     with pytest.raises(RankFailure, match="with and without peer-to-peer: no answer"):
         RankGroup(2)
     assert len(started) == 2
+
+
+@pytest.mark.parametrize(("slots", "waited"), [(63 << 10, False), (64 << 10, True), (81 << 10, False)])
+def test_memory_is_waited_for_only_where_the_gpu_has_as_much(
+    slots: int, waited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost process's memory comes back a moment later; a pool larger than the GPU was refused only after 5 s."""
+    gib, slept = 1 << 30, list[float]()
+    free = iter([63 * gib, 63 * gib])  # and then the other process is gone
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free, 80 * gib), 80 * gib))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **_: shape)
+    monkeypatch.setattr(device.time, "sleep", slept.append)
+    pool = (64, slots, 8192, torch.bfloat16, torch.device("cuda", 0))  # 1 MiB a slot
+    if slots > 80 << 10:
+        with pytest.raises(ArgumentError, match="num_slots: expected a pool of at most 63.00 GiB, .* got 82944 slots"):
+            latent_pool(*pool)
+    else:
+        assert latent_pool(*pool) == pool[:3]
+    assert bool(slept) == waited

@@ -113,10 +113,12 @@ def latent_pool(layers: int, num_slots: int, row_dim: int, dtype: Any, device: A
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what an earlier worker of this process had
         size = layers, num_slots, row_dim * dtype.itemsize
+        free, total = torch.cuda.mem_get_info(device)
         end = time.monotonic() + FREED_S
-        while math.prod(size) > torch.cuda.mem_get_info(device)[0] and time.monotonic() < end:
+        while free < math.prod(size) <= total and time.monotonic() < end:
             time.sleep(0.05)
-        check_room(*size, *torch.cuda.mem_get_info(device))
+            free, _ = torch.cuda.mem_get_info(device)
+        check_room(*size, free, total)
     return torch.zeros(layers, num_slots, row_dim, dtype=dtype, device=device)
 
 
