@@ -1,6 +1,7 @@
 """A step of the attention stack at Kimi-K2's depth and width, and what of it is products, kernel, gather and the rest.
 
-Each part is timed as a graph that holds it alone, in the same run as the whole step.
+Products and kernel are timed as graphs that hold them alone, the gather as what a step without it saves, all in the
+same run as the whole step. A GPU that has been given all of a step before it begins, by a pause, waits for no launch.
 """
 
 from collections.abc import Callable
@@ -10,18 +11,19 @@ import numpy as np
 from stage_table import measured
 
 from tpverify.kv.pacer import Pacer
-from tpverify.model.stack import KIMI_K2, PARTS
+from tpverify.model.stack import KIMI_K2, PARTS, PAUSE
 from tpverify.runtime.coordinator import Coordinator
 from tpverify.runtime.messages import Decode, DecodeRequest
 from tpverify.runtime.ranks import RankGroup
 
 PREFIX, NODES = 32768, 32
 GRAPHS = {
-    "all": PARTS,
-    "gemm": ("gemm",),
-    "attention": ("attention",),
-    "gather": ("gather",),
-    "all but gather": tuple(part for part in PARTS if part != "gather"),
+    "step": PARTS,
+    "all": (PAUSE, *PARTS),
+    "gemm": (PAUSE, "gemm"),
+    "attention": (PAUSE, "attention"),
+    "gather": (PAUSE, "gather"),
+    "all but gather": (PAUSE, *(part for part in PARTS if part != "gather")),
 }
 
 
@@ -56,7 +58,7 @@ def run(group: RankGroup, parts: tuple[str, ...], steps: int) -> dict[str, Any]:
 
 
 def stack_step(group: RankGroup, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """The row of the whole step, with the parts that were timed alone."""
+    """The row of the whole step, with its parts' shares."""
     found = {}
     for name, parts in GRAPHS.items():
         say(f"stack: {name}")
@@ -67,21 +69,23 @@ def stack_step(group: RankGroup, steps: int, say: Callable[[str], None]) -> dict
 def row(found: dict[str, dict[str, Any]], ranks: int) -> dict[str, Any]:
     """found: by name of GRAPHS, what `measured` says. other_share: what neither products, kernel nor gather take.
 
-    The head's product is the one product outside the layers: what the head takes longer with products than without.
+    The head's product is the one outside the layers: what the head takes longer with products than without. Products
+    before the first attention run while tables are packed, and count as that.
     """
     layers, head = ({name: one["stages_us"][stage] for name, one in found.items()} for stage in ("layers", "head"))
-    known = {part: layers[part] for part in ("gemm", "attention", "gather")}
-    rest = round(layers["all"] - sum(known.values()), 1)
-    known["gemm"] = round(known["gemm"] + head["all"] - head["attention"], 1)
-    stages = {name: us for name, us in found["all"]["stages_us"].items() if name != "layers"}
+    known = {part: layers[part] for part in ("gemm", "attention")}
+    known["gather"] = round(layers["all"] - layers["all but gather"], 1)
+    rest = round(layers["step"] - sum(known.values()), 1)
+    known["gemm"] = round(known["gemm"] + head["step"] - head["attention"], 1)
+    stages = {name: us for name, us in found["step"]["stages_us"].items() if name != "layers"}
     stages["head"] = head["attention"]
-    wall_us = 1e3 * found["all"]["p50_ms"]
-    return found["all"] | {
+    wall_us = 1e3 * found["step"]["p50_ms"]
+    return found["step"] | {
         "row": f"{KIMI_K2.num_hidden_layers} attention layers of Kimi-K2, no FFN, {NODES} nodes, {PREFIX} committed",
         "stages_us": known | {"rest of the layers": rest} | stages,
         "other_share": round(1 - sum(known.values()) / wall_us, 4),
         "gather": {
-            "in_step_us": round(layers["all"] - layers["all but gather"], 1),
+            "in_step_us": known["gather"],
             "alone_us": layers["gather"],
             "layers": KIMI_K2.num_hidden_layers,
             "bytes_a_rank": KIMI_K2.num_attention_heads // ranks * NODES * KIMI_K2.v_head_dim * 2,

@@ -9,7 +9,7 @@ import torch
 from tpverify.config import MlaGeometry
 from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import ModelConfig
-from tpverify.model.stack import KIMI_K2, PARTS, AttentionStack
+from tpverify.model.stack import KIMI_K2, PARTS, PAUSE, AttentionStack
 from tpverify.ops.attention import VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.tree import DraftTree
@@ -185,3 +185,12 @@ def test_the_size_is_kimi_k2s():
     weights = c.hidden_size * (c.q_lora_rank + c.kv_lora_rank + c.qk_rope_head_dim + heads * c.v_head_dim)
     weights += heads * (c.q_lora_rank * c.qk_head_dim + c.kv_lora_rank * (c.qk_nope_head_dim + c.v_head_dim))
     assert (c.num_hidden_layers, weights) == (61, 101_122_048)
+
+
+def test_a_pause_comes_before_everything(step, monkeypatch):
+    """So that a GPU waits for no launch where parts are timed."""
+    paused = []
+    monkeypatch.setattr(torch.cuda, "_sleep", paused.append)
+    _, paused_too = alone(step, parts=(PAUSE, *PARTS))
+    _, expected = alone(step)
+    assert len(paused) == 1 and paused[0] > 0 and torch.equal(paused_too, expected)

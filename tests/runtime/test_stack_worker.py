@@ -51,7 +51,7 @@ class Direct:
 def worker(monkeypatch: pytest.MonkeyPatch) -> stack_worker.StackWorker:
     monkeypatch.setattr(graphs, "Recorder", Direct)
     options = {
-        "config": vars(CONFIG), "num_slots": SLOTS, "buckets": [[1, 7], [2, 12]], "parts": list(PARTS), "seed": 5,
+        "config": vars(CONFIG), "num_slots": SLOTS, "buckets": [[1, 7], [2, 16]], "parts": list(PARTS), "seed": 5,
     }  # fmt: skip
     return stack_worker.StackWorker(Alone(), "cpu", options)  # type: ignore[arg-type]
 
@@ -95,8 +95,8 @@ def test_steps_are_those_of_the_stack_fed_by_hand(worker: stack_worker.StackWork
     one, two = log.open(), log.open()
     log.append(one, 100)
     log.append(two, 3)
-    chain = DraftTree.chain(draw.integers(0, 40, 7))
-    fan = DraftTree.from_parents([*draw.integers(0, 40, 2), 1, 2, 3], [-1, 0, 1, 1, 1])
+    chain = DraftTree.chain(draw.integers(0, 40, 8))
+    fan = DraftTree.from_parents([*draw.integers(0, 40, 2), 1, 2, 3, 4, 5, 6], [-1, 0, 1, 1, 1, 1, 1, 1])
     fresh = worker.kept.answer(ContentDigest(one), apply(log, replica))
     for trees in ({one: chain}, {one: chain, two: fan}, {two: chain}):
         for seq, tree in trees.items():
@@ -117,12 +117,12 @@ def test_steps_are_those_of_the_stack_fed_by_hand(worker: stack_worker.StackWork
 def test_what_it_does_not_do(worker: stack_worker.StackWorker) -> None:
     log, replica = KvLog(SLOTS), Replica(SLOTS)
     seq = log.open()
-    log.draft(seq, 13)
+    log.draft(seq, 17)
     replica.apply(*log.pending())
     with pytest.raises(
-        ArgumentError, match="requests: expected at most 1 with 7 nodes, 2 with 12 nodes, got 1 with 13"
+        ArgumentError, match="requests: expected at most 1 with 8 nodes, 2 with 16 nodes, got 1 with 17"
     ):
-        worker.handle(decode({seq: DraftTree.chain(range(13))}), [], replica)
+        worker.handle(decode({seq: DraftTree.chain(range(17))}), [], replica)
     log.draft(seq, 1)
     replica.apply(*log.pending())
     for token in (40, -1):
@@ -140,3 +140,10 @@ def test_a_pool_without_room_says_how_many_slots_there_are() -> None:
     with pytest.raises(ArgumentError, match=text) as error:
         check_room(64, 1 << 20, 1024, 63 * gib, 80 * gib)
     assert error.value.argument == "num_slots"
+
+
+def test_the_wait_for_a_gpu_launches_a_graph_too(worker: stack_worker.StackWorker) -> None:
+    """A first launch after 20 ms takes three times as long as the next."""
+    worker._rehearsal._written.fill_(1)
+    worker._rehearsal.rehearse()
+    assert worker._rehearsal._written.item() == 0

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import ModelConfig
 from tpverify.model.mla import NORM_EPS
+from tpverify.ops.mla import merge_heads
 
 VIRTUAL_SHARDS = 8
 
@@ -32,7 +34,8 @@ def virtual_shards(heads: int) -> int:
 class GpuDecoder:
     """Rank `rank` of `size`. tensors: the checkpoint's, by name.
 
-    dtype: of weights, activations and cache; bfloat16 is what the attention kernel takes. gather: not used by one rank.
+    dtype: of weights, activations and cache; bfloat16 is what kernels take. gather: not used by one rank. Raises
+    ArgumentError.
     """
 
     def __init__(
@@ -48,6 +51,9 @@ class GpuDecoder:
         count = virtual_shards(config.num_attention_heads)
         assert count % size == 0 and (size == 1 or gather is not None)
         self.config, self.size, self.gather = config, size, gather
+        width = config.num_attention_heads // count * config.v_head_dim
+        if device.type == "cuda" and width % 8:
+            raise ArgumentError("model", "values of a shard's heads in multiples of 8 on a GPU", width)
         own = range(rank * count // size, (rank + 1) * count // size)
         tensors = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
         side = Branches(device, len(own))
@@ -142,7 +148,9 @@ class GpuLayer:
         """x float32 [n, hidden] -> the same after the layer; turns complex [n, rope_dim / 2]."""
         eps = self.config.rms_norm_eps
         values = all_shards(self._attention(rms_norm(x, self.input_norm, eps).to(self.kv_a.dtype), turns, attend))
-        x = x + values.transpose(0, 1).flatten(1) @ self.o_proj
+        attended = values.new_empty(len(x), len(values), values.shape[2])
+        merge_heads(values, attended)
+        x = x + attended.flatten(1) @ self.o_proj
         gate, up = (rms_norm(x, self.post_attention_norm, eps).to(values.dtype) @ self.gate_up).chunk(2, dim=1)
         return x + (F.silu(gate) * up) @ self.down
 

@@ -2,8 +2,9 @@
 
 Weights are random and made where they are used, the same for every number of ranks. Feed-forward layers are left out.
 
-A norm is a row's scale here: its weights are the next matrix's, and a scale can wait until after a product. So all that
-a layer does beside products, attention and gather are two small kernels (ops/mla.py).
+A norm is a row's scale here: its weights are the next matrix's, and a scale can wait until after a product. Values are
+written node by node in the last axis: then the gather of all heads is, as it lies, the output projection's input, its
+axes swapped. So all that a layer does beside products, attention and gather is one small kernel (ops/mla.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import ModelConfig
 from tpverify.model.gpu_decoder import VIRTUAL_SHARDS
 from tpverify.model.mla import NORM_EPS
-from tpverify.ops.mla import merge_heads, rope_cache
+from tpverify.ops.mla import rope_cache
 
 # huggingface.co/moonshotai/Kimi-K2-Instruct, but for a vocabulary of 163,840.
 KIMI_K2 = ModelConfig(
@@ -36,9 +37,11 @@ KIMI_K2 = ModelConfig(
     rope_theta=50000.0,
 )
 PARTS = ("gemm", "attention", "gather", "rest")
+PAUSE, PAUSE_CYCLES = "pause", 4_000_000  # 2 ms of a GPU: it then waits for no launch of what follows
 
 Attend = Callable[[int, Tensor, Tensor], None]  # layer, q [n, local heads, row_dim], out [n, local heads, kv_lora_rank]
-Gather = Callable[[Tensor], Tensor]  # [local heads, n, v_head_dim] -> [heads, n, v_head_dim]
+Gather = Callable[[Tensor], Tensor]  # [local heads, v_head_dim, n] -> [heads, v_head_dim, n]
+ALIGNED = 8  # nodes that a pass on a GPU is padded to: products of rows that begin at no multiple of 16 bytes are slow
 
 
 @dataclass(frozen=True)
@@ -63,15 +66,14 @@ class Buffers:
     nope: Tensor  # [shards, n, heads of a shard, qk_nope_head_dim]
     q: Tensor  # [local heads, n, row_dim]: heads first, so that a shard's strides do not depend on the other heads
     out: Tensor  # [local heads, n, kv_lora_rank]
-    values: Tensor  # [local heads, n, v_head_dim]
-    all_values: Tensor  # [heads, n, v_head_dim]
-    attended: Tensor  # [n, heads, v_head_dim]
+    values: Tensor  # [local heads, v_head_dim, n]
+    all_values: Tensor  # [heads, v_head_dim, n]
 
 
 class AttentionStack:
     """Rank `rank` of `size`: its virtual shards of the heads, and everything else whole.
 
-    parts: what a pass does, of PARTS, so that each can be timed alone. Raises ArgumentError.
+    parts: what a pass does, of PARTS, so that each can be timed alone, and PAUSE to begin with. Raises ArgumentError.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class AttentionStack:
         parts: Sequence[str] = PARTS,
     ) -> None:
         for part in parts:
-            check_choice("parts", part, PARTS)
+            check_choice("parts", part, (*PARTS, PAUSE))
         if VIRTUAL_SHARDS % size:
             raise ArgumentError("tp", f"a divisor of {VIRTUAL_SHARDS}", size)
         if config.num_attention_heads % VIRTUAL_SHARDS or config.q_lora_rank is None:
@@ -125,9 +127,8 @@ class AttentionStack:
             "q_b": (len(self.shards), n, self.shard_heads, c.qk_head_dim),
             "nope": (len(self.shards), n, self.shard_heads, c.qk_nope_head_dim),
             "q": (self.local_heads, n, self.row_dim), "out": (self.local_heads, n, c.kv_lora_rank),
-            "values": (self.local_heads, n, c.v_head_dim),
-            "all_values": (c.num_attention_heads, n, c.v_head_dim),
-            "attended": (n, c.num_attention_heads, c.v_head_dim),
+            "values": (self.local_heads, c.v_head_dim, n),
+            "all_values": (c.num_attention_heads, c.v_head_dim, n),
         }  # fmt: skip
         random = {k: torch.randn(shape, device=self._device, dtype=self._dtype) for k, shape in shapes.items()}
         return Buffers(rotation=torch.randn(n, c.qk_rope_head_dim // 2, 2, device=self._device), **random)
@@ -146,6 +147,8 @@ class AttentionStack:
 
     def enter(self, b: Buffers, tokens: Tensor, positions: Tensor, rows: Tensor, pool: Tensor) -> None:
         """What comes before the first layer's attention, and needs no tables of it."""
+        if PAUSE in self._parts:
+            torch.cuda._sleep(PAUSE_CYCLES)
         torch.index_select(self.embed, 0, tokens, out=b.x)
         angles = positions[:, None] * self._frequencies
         torch.stack([angles.cos(), angles.sin()], 2, out=b.rotation)
@@ -189,13 +192,11 @@ class AttentionStack:
         if gemm:
             for shard, w_uv in enumerate(w.w_uv):
                 heads = self._heads(shard)
-                torch.bmm(b.out[heads], w_uv, out=b.values[heads])
+                torch.bmm(b.out[heads], w_uv, out=b.values[heads].transpose(1, 2))
         if "gather" in self._parts:
             b.all_values = gather(b.values)
-        if "rest" in self._parts:
-            merge_heads(b.all_values, b.attended)
         if gemm:
-            b.x.addmm_(b.attended.flatten(1), w.o_proj)
+            b.x.addmm_(b.all_values.flatten(0, 1).t(), w.o_proj)
 
     def _heads(self, shard: int) -> slice:
         """Of the rank's `shard`th virtual shard, among its own."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from tpverify.config import MAX_NODES, MlaGeometry
 from tpverify.kv.log import Replica
 from tpverify.model.checkpoint import ModelConfig
-from tpverify.model.stack import AttentionStack
+from tpverify.model.stack import ALIGNED, AttentionStack
 from tpverify.ops.attention import ROW_DIM, TreeMask, VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import GpuComm
@@ -33,8 +33,8 @@ FIRST = 1  # layers of a graph that is launched by itself: the launch of the oth
 
 
 class StackOptions(msgspec.Struct, frozen=True):
-    """config: fields of a ModelConfig. buckets: (requests, nodes in all) of a step at most. parts, seed: as of
-    AttentionStack."""
+    """config: fields of a ModelConfig. buckets: (requests, nodes in all) of a step at most; nodes are rounded up to
+    ALIGNED. parts, seed: as of AttentionStack."""
 
     config: dict[str, Any]
     num_slots: int
@@ -63,7 +63,7 @@ class StackWorker:
         self.kept = kept or _random_rows(config.num_hidden_layers, shape, self.device)
         self.pool = self.kept.pool
         self.stack = AttentionStack(config, comm.rank, comm.size, self.device, torch.bfloat16, shape.seed, shape.parts)
-        buckets = [Bucket(*bucket) for bucket in shape.buckets]
+        buckets = [Bucket(batch, -(-nodes // ALIGNED) * ALIGNED) for batch, nodes in shape.buckets]
         most = max((bucket.nodes for bucket in buckets), default=0)
         self._plans = {bucket: self._plan(bucket, shape.num_slots) for bucket in buckets}
         self._buffers = {bucket: self.stack.buffers(bucket.nodes) for bucket in buckets}
@@ -81,7 +81,7 @@ class StackWorker:
         self._read_answer = self._answer.numpy()
         self._downloads = {bucket: (self._answer[: bucket.nodes], self._choices[: bucket.nodes]) for bucket in buckets}
         self._clock = StageClock(self.device)
-        self._rehearsal = StackRehearsal(self.device)
+        self._rehearsal = StackRehearsal(self.device, comm)
         first, others = range(FIRST), range(FIRST, config.num_hidden_layers)
         self._enter = Graphs(self._run_enter, buckets, comm.wait)
         self._first = Graphs(lambda bucket: self._run_layers(first, bucket), buckets, comm.wait)
@@ -188,15 +188,20 @@ def _pack(packed: np.ndarray, requests: Sequence[StepRequest]) -> None:
     packed[:, row:] = 0
 
 
+BUCKET = Bucket(1, NODES)
+
+
 class StackRehearsal(Rehearsal):
     """With what a rank of the stack does between the log and its graphs, on a stream of its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, comm: GpuComm) -> None:
         super().__init__()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.cuda.stream(self._stream):
             self._plan = VerifyPlan(MlaGeometry(1), 1, NODES, NODES, device)
         self._packed, self._slots = np.zeros((3, NODES), np.int64), np.arange(NODES, dtype=np.int32)
+        self._written = torch.zeros(1, device=device)
+        self._graph = Graphs(self._write, [BUCKET], comm.wait)
         self._clock, self._draw = StageClock(device), np.random.default_rng(0)
 
     def rehearse(self) -> None:
@@ -209,10 +214,14 @@ class StackRehearsal(Rehearsal):
         self._clock.seconds()  # of the one before, which is long done
         with torch.cuda.stream(self._stream):
             self._clock.start()
+            self._graph.replay(BUCKET)
             self._plan.take([request.verify])
             self._clock.mark("plan")
         path, bonus = _walk(_children(request), tokens.tolist(), 0)
         msgspec.msgpack.encode(Decoded([DecodedRequest(array("i", path).tobytes(), bonus, b"", b"")], {"accept": 0.0}))
+
+    def _write(self, bucket: Bucket) -> None:
+        self._written.zero_()
 
 
 def _random_rows(layers: int, shape: StackOptions, device: torch.device) -> Kept:
