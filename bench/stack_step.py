@@ -69,16 +69,19 @@ def stack_step(group: RankGroup, steps: int, say: Callable[[str], None]) -> dict
 def row(found: dict[str, dict[str, Any]], ranks: int) -> dict[str, Any]:
     """found: by name of GRAPHS, what `measured` says. other_share: what neither products, kernel nor gather take.
 
-    The head's product is the one outside the layers: what the head takes longer with products than without. Products
-    before the first attention run while tables are packed, and count as that.
+    Products outside the layers, the first ones ("plan") and the head's: what those stages take longer with products
+    than without.
     """
-    layers, head = ({name: one["stages_us"][stage] for name, one in found.items()} for stage in ("layers", "head"))
+    layers, head, plan = (
+        {name: one["stages_us"][stage] for name, one in found.items()} for stage in ("layers", "head", "plan")
+    )
     known = {part: layers[part] for part in ("gemm", "attention")}
     known["gather"] = round(layers["all"] - layers["all but gather"], 1)
     rest = round(layers["step"] - sum(known.values()), 1)
-    known["gemm"] = round(known["gemm"] + head["step"] - head["attention"], 1)
+    first, last = plan["gemm"] - plan["attention"], head["step"] - head["attention"]
+    known["gemm"] = round(known["gemm"] + first + last, 1)
     stages = {name: us for name, us in found["step"]["stages_us"].items() if name != "layers"}
-    stages["head"] = head["attention"]
+    stages |= {"plan": round(stages["plan"] - first, 1), "head": head["attention"]}
     wall_us = 1e3 * found["step"]["p50_ms"]
     return found["step"] | {
         "row": f"{KIMI_K2.num_hidden_layers} attention layers of Kimi-K2, no FFN, {NODES} nodes, {PREFIX} committed",

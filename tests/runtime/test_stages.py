@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tpverify.runtime.stages import StageClock
+from tpverify.runtime.stages import GraphClock, StageClock
 
 
 def test_stages_of_a_step_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,8 +26,9 @@ class Event:
 
     count = 0
 
-    def __init__(self, enable_timing: bool) -> None:
+    def __init__(self, enable_timing: bool, external: bool = False) -> None:
         assert enable_timing
+        self.external = external
 
     def record(self) -> None:
         Event.count += 1
@@ -44,3 +45,26 @@ def test_stages_of_a_step_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.mark("layers")
     clock.mark("head")
     assert clock.seconds() == {"layers": 0.005, "head": 0.005}
+
+
+def test_moments_that_graphs_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order their bodies run, and however often. Only an external event is recorded by a replay."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = GraphClock(torch.device("cuda", 0), "plan", "layers")
+    for stage in ("layers", "plan"):
+        clock.mark(stage)
+    clock.start()
+    clock.mark("plan")
+    clock.mark("layers")
+    assert clock.seconds() == {"plan": 0.005, "layers": 0.005}
+    assert all(event.external for event in clock._moments.values())
+
+
+def test_moments_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 10.5, 12.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    clock = GraphClock(torch.device("cpu"), "plan", "layers")
+    clock.start()
+    clock.mark("plan")
+    clock.mark("layers")
+    assert clock.seconds() == {"plan": 0.5, "layers": 1.5}

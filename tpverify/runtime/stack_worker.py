@@ -1,4 +1,4 @@
-"""The attention stack on one GPU rank: a step is its tables' upload, four CUDA graphs and one small download.
+"""The attention stack on one GPU rank: a step is its tables' upload and four CUDA graphs.
 
 The GPU works from the first graph on: it needs no tables, which are packed meanwhile, and a graph of 61 layers takes
 longer to launch than one layer takes to run (plan 0004).
@@ -27,7 +27,7 @@ from tpverify.runtime.graphs import Bucket, Graphs
 from tpverify.runtime.messages import Decode, Decoded, DecodedRequest, DecodeRequest, Frame, Work
 from tpverify.runtime.moves import Kept
 from tpverify.runtime.rehearsal import NODES, Rehearsal
-from tpverify.runtime.stages import StageClock
+from tpverify.runtime.stages import GraphClock
 
 FIRST = 1  # layers of a graph that is launched by itself: the launch of the others takes less time than they do
 
@@ -47,9 +47,9 @@ class StackWorker:
     """Rank r of tp. The pool starts with random rows, the same on every rank: positions that the log commits are the
     prefix of a text that nobody had to compute.
 
-    Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds for "plan" (the nodes'
-    rows packed; the tables packed, copied and planned, beside what comes before the first attention), "layers", "head"
-    (the argmax, after the product if "gemm" is among the parts) and "accept" (the walk, on the host).
+    Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds for "plan" (the tables
+    packed, copied and planned, beside what comes before the first attention), "layers", "head" (the argmax, after the
+    product if "gemm" is among the parts, and its download) and "accept" (the walk, on the host).
     """
 
     def __init__(self, comm: GpuComm, device: str, options: dict[str, Any], kept: Kept | None = None) -> None:
@@ -79,8 +79,7 @@ class StackWorker:
         self._choices = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._answer = torch.zeros(most, dtype=torch.int64, pin_memory=pinned)
         self._read_answer = self._answer.numpy()
-        self._downloads = {bucket: (self._answer[: bucket.nodes], self._choices[: bucket.nodes]) for bucket in buckets}
-        self._clock = StageClock(self.device)
+        self._clock = GraphClock(self.device, "plan", "layers", "head")
         self._rehearsal = StackRehearsal(self.device, comm)
         first, others = range(FIRST), range(FIRST, config.num_hidden_layers)
         self._enter = Graphs(self._run_enter, buckets, comm.wait)
@@ -103,8 +102,9 @@ class StackWorker:
         return plan
 
     def _run_enter(self, bucket: Bucket) -> None:
-        # Part of the graph: one more call of torch takes tens of microseconds in code that has left the caches since
-        # the step before.
+        # Copies and the clock are parts of the graphs: one more call of torch takes tens of microseconds in code that
+        # has left the caches since the step before.
+        self._clock.start()
         packed, inputs = (all_[: 3 * bucket.nodes] for all_ in (self._packed, self._inputs))
         inputs.copy_(packed, non_blocking=True)
         tokens, positions, rows = inputs.view(3, -1)
@@ -112,6 +112,8 @@ class StackWorker:
 
     def _run_layers(self, layers: range, bucket: Bucket) -> None:
         n, plan, buffers = bucket.nodes, self._plans[bucket], self._buffers[bucket]
+        if layers.start == 0:
+            self._clock.mark("plan")
         scale = self.stack.config.softmax_scale
 
         def attend(layer: int, q: Tensor, out: Tensor) -> None:
@@ -120,11 +122,14 @@ class StackWorker:
         self.stack.run(layers, buffers, self._inputs[2 * n : 3 * n], self.pool, attend, self._gather)
         if layers.stop == len(self.stack.layers):
             self._hidden[:n] = self.stack.leave(buffers)
+            self._clock.mark("layers")
 
     def _run_head(self, bucket: Bucket) -> None:
         n = bucket.nodes
         logits = self.stack.logits(self._hidden[:n]) if "gemm" in self._parts else self._logits[:n]
         torch.argmax(logits, dim=1, out=self._choices[:n])
+        self._answer[:n].copy_(self._choices[:n], non_blocking=True)
+        self._clock.mark("head")
 
     def _gather(self, values: Tensor) -> Tensor:
         if self.comm.size == 1:
@@ -134,7 +139,6 @@ class StackWorker:
         return out.flatten(0, 1)
 
     def _decode(self, asked: Sequence[DecodeRequest], replica: Replica) -> Decoded | None:
-        self._clock.start()
         requests = [StepRequest(one, replica.prefix_slots(one.seq), replica.tree_slots(one.seq)) for one in asked]
         for request in requests:
             self._check(request)
@@ -143,14 +147,9 @@ class StackWorker:
         _pack(self._rows[bucket], requests)
         self._enter.replay(bucket)
         self._plans[bucket].take([request.verify for request in requests])
-        self._clock.mark("plan")
         self._first.replay(bucket)
         self._others.replay(bucket)
-        self._clock.mark("layers")
         self._head.replay(bucket)
-        answer, choices = self._downloads[bucket]
-        answer.copy_(choices, non_blocking=True)
-        self._clock.mark("head")
         children = [_children(request) for request in requests]  # while the GPU is busy
         self.comm.wait(meanwhile=self._rehearsal)
         if self.comm.rank != 0:
@@ -200,9 +199,9 @@ class StackRehearsal(Rehearsal):
         with torch.cuda.stream(self._stream):
             self._plan = VerifyPlan(MlaGeometry(1), 1, NODES, NODES, device)
         self._packed, self._slots = np.zeros((3, NODES), np.int64), np.arange(NODES, dtype=np.int32)
+        self._clock, self._draw = GraphClock(device, "written"), np.random.default_rng(0)
         self._written = torch.zeros(1, device=device)
         self._graph = Graphs(self._write, [BUCKET], comm.wait)
-        self._clock, self._draw = StageClock(device), np.random.default_rng(0)
 
     def rehearse(self) -> None:
         super().rehearse()
@@ -213,15 +212,15 @@ class StackRehearsal(Rehearsal):
         _pack(self._packed, [request])
         self._clock.seconds()  # of the one before, which is long done
         with torch.cuda.stream(self._stream):
-            self._clock.start()
             self._graph.replay(BUCKET)
             self._plan.take([request.verify])
-            self._clock.mark("plan")
         path, bonus = _walk(_children(request), tokens.tolist(), 0)
         msgspec.msgpack.encode(Decoded([DecodedRequest(array("i", path).tobytes(), bonus, b"", b"")], {"accept": 0.0}))
 
     def _write(self, bucket: Bucket) -> None:
+        self._clock.start()
         self._written.zero_()
+        self._clock.mark("written")
 
 
 def _random_rows(layers: int, shape: StackOptions, device: torch.device) -> Kept:
