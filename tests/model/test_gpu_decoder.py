@@ -11,7 +11,6 @@ from decoding import Meeting
 from random_model import OTHERS, save_random
 
 from tpverify.config import MlaGeometry
-from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import ModelConfig, load_checkpoint, resolve
 from tpverify.model.gpu_decoder import GpuDecoder, virtual_shards
 from tpverify.ops.attention import TreeMask, VerifyRequest
@@ -155,11 +154,3 @@ def test_features_are_the_residual_stream_after_their_layers(tiny: Any) -> None:
 @pytest.mark.parametrize(("heads", "shards"), [(1, 1), (8, 8), (12, 4), (64, 8), (100, 4), (7, 1)])
 def test_virtual_shards(heads: int, shards: int) -> None:
     assert virtual_shards(heads) == shards
-
-
-def test_a_width_that_the_gpu_does_not_merge_is_refused() -> None:
-    config = ModelConfig(**{**vars(load_checkpoint(resolve("tiny"))[0]), "v_head_dim": 20})
-    with pytest.raises(
-        ArgumentError, match="model: expected values of a shard's heads in multiples of 8 on a GPU, got 20"
-    ):
-        GpuDecoder(config, {}, torch.device("cuda", 0))

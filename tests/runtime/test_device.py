@@ -156,20 +156,24 @@ def test_float32_on_gpus_is_refused_before_ranks_start(kernels: None, no_start: 
 
 
 @pytest.mark.parametrize(
-    ("geometry", "tp", "argument", "text"),
+    ("model", "tp", "argument", "text"),
     [
-        (MlaGeometry(8, 256), 1, "model", f"{WIDTHS} on device 'cuda', got (256, 64)"),
-        (MlaGeometry(8, 512, 32), 1, "model", f"{WIDTHS} on device 'cuda', got (512, 32)"),
-        (MlaGeometry(12), 3, "tp", "a divisor of 4 shards of heads on device 'cuda', got 3"),
-        (MlaGeometry(512), 2, "tp", "at most 128 heads a rank on device 'cuda', got 256"),
+        ((MlaGeometry(8, 256), 128), 1, "model", f"{WIDTHS} on device 'cuda', got (256, 64)"),
+        ((MlaGeometry(8, 512, 32), 128), 1, "model", f"{WIDTHS} on device 'cuda', got (512, 32)"),
+        ((MlaGeometry(8), 20), 1, "model", "a multiple of 8 values a shard of heads on device 'cuda', got 20"),
+        ((MlaGeometry(12), 128), 3, "tp", "a divisor of 4 shards of heads on device 'cuda', got 3"),
+        ((MlaGeometry(512), 128), 2, "tp", "at most 128 heads a rank on device 'cuda', got 256"),
     ],
 )  # fmt: skip
-def test_models_that_gpus_do_not_take(kernels: None, geometry: MlaGeometry, tp: int, argument: str, text: str) -> None:
+def test_models_that_gpus_do_not_take(
+    kernels: None, model: tuple[MlaGeometry, int], tp: int, argument: str, text: str
+) -> None:
     with pytest.raises(ArgumentError) as error:
-        for_decoder("cuda", geometry, tp)
+        for_decoder("cuda", *model, tp)
     assert (error.value.argument, str(error.value)) == (argument, f"{argument}: expected {text}")
-    assert for_decoder("auto", geometry, tp)[0] == for_decoder("cpu", geometry, tp)[0] == "cpu"
-    assert for_decoder("auto", MlaGeometry(64), 8) == ("auto", "") and for_decoder("cpu", geometry, tp)[1] == ""
+    assert for_decoder("auto", *model, tp)[0] == for_decoder("cpu", *model, tp)[0] == "cpu"
+    assert for_decoder("cpu", *model, tp)[1] == ""
+    assert for_decoder("auto", MlaGeometry(64), 128, 8) == for_decoder("auto", MlaGeometry(16), 20, 8) == ("auto", "")
 
 
 def test_a_decoder_on_gpus_without_kernels_is_refused_before_ranks_start(

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpverify.errors import ArgumentError
 from tpverify.model.checkpoint import ModelConfig
 from tpverify.model.mla import NORM_EPS
 from tpverify.ops.mla import merge_heads
@@ -34,8 +33,7 @@ def virtual_shards(heads: int) -> int:
 class GpuDecoder:
     """Rank `rank` of `size`. tensors: the checkpoint's, by name.
 
-    dtype: of weights, activations and cache; bfloat16 is what kernels take. gather: not used by one rank. Raises
-    ArgumentError.
+    dtype: of weights, activations and cache; bfloat16 is what kernels take. gather: not used by one rank.
     """
 
     def __init__(
@@ -51,9 +49,6 @@ class GpuDecoder:
         count = virtual_shards(config.num_attention_heads)
         assert count % size == 0 and (size == 1 or gather is not None)
         self.config, self.size, self.gather = config, size, gather
-        width = config.num_attention_heads // count * config.v_head_dim
-        if device.type == "cuda" and width % 8:
-            raise ArgumentError("model", "values of a shard's heads in multiples of 8 on a GPU", width)
         own = range(rank * count // size, (rank + 1) * count // size)
         tensors = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
         side = Branches(device, len(own))

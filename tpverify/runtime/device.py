@@ -12,6 +12,7 @@ from tpverify.errors import ArgumentError, ClusterError
 
 GIB = 1 << 30
 FREED_S = 5.0  # a GPU's memory is free again a moment after the process that had it
+VECTOR = 8  # bfloat16 that kernels read at once
 Refusal = tuple[str, str, Any, bool]  # argument, what is expected, what came, and whether that is refused
 
 
@@ -33,7 +34,7 @@ def for_attention(device: str, dtype: str, geometry: MlaGeometry, tp: int) -> tu
     return _for_kernel(device, geometry, tp, [("dtype", "bfloat16", dtype, dtype != "bfloat16")])
 
 
-def for_decoder(device: str, geometry: MlaGeometry, tp: int) -> tuple[str, str]:
+def for_decoder(device: str, geometry: MlaGeometry, v_head_dim: int, tp: int) -> tuple[str, str]:
     """The same for a model of that geometry, whose ranks take the heads in virtual shards. Raises ArgumentError."""
     if device == "cpu":
         return device, ""
@@ -43,8 +44,10 @@ def for_decoder(device: str, geometry: MlaGeometry, tp: int) -> tuple[str, str]:
     shards = virtual_shards(geometry.num_heads)
     widths = geometry.kv_lora_rank, geometry.row_dim - geometry.kv_lora_rank
     expected = KV_LORA_RANK, ROW_DIM - KV_LORA_RANK
+    values = geometry.num_heads // shards * v_head_dim
     refusals = [
         ("model", "kv_lora_rank {} and qk_rope_head_dim {}".format(*expected), widths, widths != expected),
+        ("model", f"a multiple of {VECTOR} values a shard of heads", values, values % VECTOR != 0),
         ("tp", f"a divisor of {shards} shards of heads", tp, shards % tp != 0),
     ]
     return _for_kernel(device, geometry, tp, refusals)

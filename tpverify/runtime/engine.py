@@ -76,7 +76,7 @@ class Engine:
             group = RankGroup(setup.tp, setup.device, deadline_s, oversubscribe=oversubscribe)
             self._device_reason = setup.device_reason or group.device_reason
         else:
-            for_decoder(group.device, setup.geometry, setup.tp)
+            for_decoder(group.device, setup.geometry, setup.config.v_head_dim, setup.tp)
             self._device_reason = group.device_reason
         self._group = group
         options = {

@@ -39,7 +39,7 @@ class EngineSetup:
         self.tp = check_int("tp", tp, 1, 1024)
         if heads % self.tp:
             raise ArgumentError("tp", f"a divisor of the model's {heads} heads", self.tp)
-        self.device, self.device_reason = for_decoder(device, self.geometry, self.tp)
+        self.device, self.device_reason = for_decoder(device, self.geometry, self.config.v_head_dim, self.tp)
         self.max_batch = check_int("max_batch", max_batch, 1, 4096)
         self.num_slots = check_int("num_slots", num_slots, 2, (2**31 - 1) // self.max_batch)
         self.prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, MAX_NODES)
