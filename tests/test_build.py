@@ -240,6 +240,7 @@ OWN_MIRRORS = {
     "tpv_call": native.Call,
     "tpv_replay_params": native.ReplayParams,
 }
+TABLES_MIRROR = {"tpv_tables_params": native.TablesParams}
 
 
 @needs_compiler
@@ -249,8 +250,9 @@ OWN_MIRRORS = {
         # As C99 with every warning an error, which the header promises.
         (["cc", "-xc", "-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror"], "tpverify.h", MIRRORS),
         (["c++", "-xc++", "-std=c++20"], "host/replay.h", OWN_MIRRORS),
+        (["c++", "-xc++", "-std=c++20"], "host/tables.h", TABLES_MIRROR),
     ],
-    ids=["c abi", "own"],
+    ids=["c abi", "own", "tables"],
 )
 def test_ctypes_mirrors_have_the_layout_of_the_header(tmp_path, command, header, mirrors):
     lines = []

@@ -1,7 +1,8 @@
-"""Finds and loads the native libraries, and mirrors the host library's structs (tpverify.h, host/replay.h).
+"""Finds and loads the native libraries, and mirrors the host library's structs (tpverify.h, host/replay.h,
+host/tables.h).
 
-The host library is optional: without it the Python twins of the tree functions run, with the same results, and the
-products of torch in place of the CPU's layers. Two environment variables, read at the first use:
+The host library is optional: without it the Python twins of the tree functions and of the slot tables' run, with the
+same results, and the products of torch in place of the CPU's layers. Two environment variables, read at the first use:
 
 TPVERIFY_NATIVE   0: never load it, the twins run. 1: it must be there, else ArgumentError. Unset: used if found.
 TPVERIFY_LIB_DIR  the folder to search in place of the installed package.
@@ -101,6 +102,15 @@ class PlaceParams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class TablesParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("num_slots", _i64), ("states", _ptr), ("readers", _ptr), ("positions", _ptr),
+        ("owners", _ptr), ("generations", _ptr), ("slot_keys", _ptr), ("position_keys", _ptr), ("limit", _i64),
+        ("generation", _i64), ("seq", _i64), ("length", _i64), ("nodes", _i64), ("accepted", _i64), ("tree", _ptr),
+        ("path", _ptr), ("settled", _ptr), ("prefix_sum", _u64), ("tree_sum", _u64), ("hash", _u64),
+    ]  # fmt: skip
+
+
 class Call(ctypes.Structure):
     _fields_ = [("function", _ptr), ("params", _ptr)]
 
@@ -120,6 +130,8 @@ FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tpv_silu_mul": SiluMulParams,
     "tpv_place": PlaceParams,
     "tpv_replay": ReplayParams,
+    "tpv_draft": TablesParams,
+    "tpv_commit": TablesParams,
 }
 
 

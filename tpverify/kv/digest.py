@@ -36,6 +36,10 @@ class SlotHash:
         self._slot_keys = np.random.PCG64(1).random_raw(num_slots)
         self._position_keys = np.random.PCG64(2).random_raw(num_slots)
 
+    @property
+    def keys(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        return self._slot_keys, self._position_keys
+
     def __call__(self, slots: Slots, position: int) -> int:
         """The terms of slots int32 [n] at positions position .. position + n - 1; add them up mod 2^64."""
         return int(self._slot_keys.take(slots).dot(self._position_keys[position : position + slots.size]))

@@ -37,7 +37,7 @@ class SlotStates:
         self.positions = np.zeros(num_slots, np.int32)
         self.owners = np.zeros(num_slots, np.int64)
         self.generations = np.zeros(num_slots, np.int64)
-        self._generation = 0
+        self.generation = 0  # the last that was given
         self._ascending = np.arange(num_slots, dtype=np.int32)
 
     def check_free(self, slots: Slots, own: Slots) -> None:
@@ -125,8 +125,8 @@ class SlotStates:
 
     def _vacate(self, slots: Slots, state: int) -> None:
         self.states.put(slots, state)
-        self._generation += 1
-        self.generations.put(slots, self._generation)
+        self.generation += 1
+        self.generations.put(slots, self.generation)
 
     def _all(self, slots: Slots, state: int) -> bool:
         return self.states.take(slots).tobytes() == bytes((state,)) * slots.size

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tpverify import native
 from tpverify.config import check_int
 from tpverify.errors import ArgumentError
 from tpverify.kv.digest import MASK64, SlotHash, pool_hash, sequence_hash
+from tpverify.kv.native_tables import NativeTables
 from tpverify.kv.slots import LIVE, NO_SLOTS, QUARANTINED, SCRATCH, Slots, SlotStates
 
 
@@ -62,6 +64,8 @@ class SequenceTables:
         self.slots = SlotStates(num_slots)
         self.num_slots = num_slots
         self._slot_hash = SlotHash(num_slots)
+        library = native.host()
+        self._native = NativeTables(library, self.slots, self._slot_hash) if library is not None else None
         self._sequences: dict[int, Sequence] = {}
         self._digest = 0  # of the sequences
         self._cached_sum = self._quarantined_sum = self._pool = 0
@@ -111,6 +115,13 @@ class SequenceTables:
     def draft(self, seq: int, slots: Slots) -> Slots:
         """Give a tree's nodes, root first, their slots. An earlier tree is dropped; the new slots may be its."""
         sequence = self[seq]
+        if self._native is not None and not sequence.tree.size:
+            done = self._native.draft(seq, sequence.length, sequence.prefix_sum, slots)
+            if done is not None:
+                sequence.tree = slots
+                sequence.tree_sum, hash_ = done
+                self._exchange(sequence, hash_)
+                return NO_SLOTS
         self.slots.check_free(slots, own=sequence.tree)
         freed = self.drop_tree(seq)
         self.slots.claim(slots, SCRATCH)
@@ -122,6 +133,14 @@ class SequenceTables:
         """The tree's nodes on `path` become the next committed positions where they lie; the others are freed."""
         sequence = self[seq]
         tree = sequence.tree
+        if self._native is not None:
+            done = self._native.commit(seq, sequence.length, sequence.prefix_sum, tree, path)
+            if done is not None:
+                accepted, freed, sequence.prefix_sum, hash_ = done
+                sequence.extend(accepted)
+                sequence.tree, sequence.tree_sum = NO_SLOTS, 0
+                self._exchange(sequence, hash_)
+                return freed
         if not tree.size:
             raise ArgumentError("seq", "a sequence with a drafted tree", seq)
         if not path.size or path[0] != 0 or path[-1] >= tree.size or not (path[1:] > path[:-1]).all():
@@ -272,6 +291,9 @@ class SequenceTables:
 
     def _rehash(self, seq: int, sequence: Sequence) -> None:
         hash_ = sequence_hash(seq, sequence.length, sequence.prefix_sum, sequence.tree.size, sequence.tree_sum)
+        self._exchange(sequence, hash_)
+
+    def _exchange(self, sequence: Sequence, hash_: int) -> None:
         self._digest = (self._digest + hash_ - sequence.hash) & MASK64
         sequence.hash = hash_
 
