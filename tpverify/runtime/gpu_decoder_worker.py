@@ -96,9 +96,7 @@ class GpuDecoderWorker:
 
     def _check(self, request: StepRequest) -> None:
         """Raise ValueError for what would read beyond a table on the device, which no process survives."""
-        lowest, highest, most = request.tokens.min(), request.tokens.max(), self.config.vocab_size - 1
-        if not 0 <= lowest <= highest <= most:
-            raise ValueError(f"tokens: expected ids from 0 to {most}, got {lowest if lowest < 0 else highest}")
+        request.check_tokens(self.config.vocab_size)
         deepest = int(request.depths.max())
         if not request.prompt and deepest >= self.stages.longest:
             raise ValueError(f"parents: expected at most {self.stages.longest - 1} nodes below the root, got {deepest}")

@@ -58,6 +58,14 @@ class StepRequest:
     def committed(self) -> int:
         return len(self.prefix)
 
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raise ValueError for a token that would be read beyond a table on the device, which no process survives."""
+        tokens = self.tokens.tolist()
+        lowest, highest = min(tokens), max(tokens)
+        if not 0 <= lowest <= highest < vocab_size:
+            got = lowest if lowest < 0 else highest
+            raise ValueError(f"tokens: expected ids from 0 to {vocab_size - 1}, got {got}")
+
     def draws(self) -> np.ndarray:
         """float64 [n]: the draw that belongs to the position after each node (of a prompt, after the last)."""
         if self.prompt:

@@ -141,7 +141,7 @@ class StackWorker:
     def _decode(self, asked: Sequence[DecodeRequest], replica: Replica) -> Decoded | None:
         requests = [StepRequest(one, replica.prefix_slots(one.seq), replica.tree_slots(one.seq)) for one in asked]
         for request in requests:
-            self._check(request)
+            request.check_tokens(self.stack.config.vocab_size)
         nodes = sum(map(len, requests))
         bucket = self._enter.bucket_for(len(requests), nodes)
         _pack(self._rows[bucket], requests)
@@ -162,14 +162,6 @@ class StackWorker:
             first += len(request)
         accept = time.perf_counter() - start
         return Decoded(found, self._clock.seconds() | {"accept": accept})
-
-    def _check(self, request: StepRequest) -> None:
-        """Raise ValueError for a token that would be read beyond the table, which no process survives."""
-        tokens, vocab_size = request.tokens.tolist(), self.stack.config.vocab_size
-        lowest, highest = min(tokens), max(tokens)
-        if not 0 <= lowest <= highest < vocab_size:
-            got = lowest if lowest < 0 else highest
-            raise ValueError(f"tokens: expected ids from 0 to {vocab_size - 1}, got {got}")
 
 
 def _pack(packed: np.ndarray, requests: Sequence[StepRequest]) -> None:
