@@ -294,6 +294,7 @@ class SequenceTables:
         self._exchange(sequence, hash_)
 
     def _exchange(self, sequence: Sequence, hash_: int) -> None:
+        """The digest counts the sequence by this hash from now on."""
         self._digest = (self._digest + hash_ - sequence.hash) & MASK64
         sequence.hash = hash_
 
