@@ -9,6 +9,7 @@
 #include "model/rope_cache.h"
 #include "params.h"
 #include "verify/combine.h"
+#include "verify/fetch.h"
 #include "verify/flash.h"
 #include "verify/heads.cuh"
 #include "verify/ladder.h"
@@ -165,23 +166,38 @@ extern "C" tpv_status tpv_verify_workspace_size(tpv_verify_workspace_params* par
   return TPV_OK;
 }
 
+extern "C" tpv_status tpv_fetch(const tpv_fetch_params* params) {
+  TPV_TRY(check_struct(params));
+  const tpv_fetch_params& f = *params;
+  TPV_TRY(check_range("capacity", f.capacity, 1, INT32_MAX));
+  TPV_TRY(check_aligned("target", f.target, 16));
+  if (f.source == nullptr) return fail(TPV_INVALID_ARGUMENT, "source: expected page-locked memory of the host, got NULL");
+  TPV_TRY(check_device_memory({{"target", f.target}}));
+  TPV_TRY(check_locked_memory("source", f.source));
+  const FetchParams p = {reinterpret_cast<const FetchSource*>(f.source), static_cast<uint4*>(f.target), f.capacity};
+  return check_cuda("fetch kernel", launch_fetch(p, static_cast<cudaStream_t>(f.stream)));
+}
+
 extern "C" tpv_status tpv_verify_plan(const tpv_verify_plan_params* params) {
   TPV_TRY(check_struct(params));
   const tpv_verify_split& s = params->split;
   TPV_TRY(check_split(s));
   TPV_TRY(check_requests(params->requests));
+  if (params->split_tile_rows) TPV_TRY(check_aligned("split_tile_rows", params->split_tile_rows, 4));
   TPV_TRY(check_workspace_pointer(s, params->workspace, params->workspace_bytes));
   int multiprocessors;
   TPV_TRY(count_multiprocessors(multiprocessors));
   TPV_TRY(check_workspace(s, params->requests, params->workspace_bytes, multiprocessors));
   TPV_TRY(check_tables(params->requests));
   TPV_TRY(check_device_memory({{"workspace", params->workspace}}));
+  if (params->split_tile_rows) TPV_TRY(check_device_memory({{"split_tile_rows", params->split_tile_rows}}));
 
   const Workspace workspace(params->workspace, params->workspace_bytes, s.tile_rows);
   PlanInput input = {table_of(params->requests), workspace.header(), workspace.work(), workspace.merges()};
   input.batch = params->requests.batch;
   input.heads = s.heads, input.tile_rows = s.tile_rows;
   input.split_heads = s.split_heads, input.split_tile_rows = s.split_tile_rows;
+  input.split_tile_rows_now = params->split_tile_rows;
   input.blocks = multiprocessors;
   input.fixed_length = s.batch_invariant ? kFixedLength : 0;
   return check_cuda("plan kernel", launch_plan(input, static_cast<cudaStream_t>(params->stream)));

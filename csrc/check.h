@@ -47,4 +47,13 @@ inline tpv_status check_device_memory(std::initializer_list<Pointer> pointers) {
   return TPV_OK;
 }
 
+// Memory of the host that the current device can read.
+inline tpv_status check_locked_memory(const char* name, const void* pointer) {
+  cudaPointerAttributes found;
+  TPV_TRY(check_cuda(name, cudaPointerGetAttributes(&found, pointer)));
+  if (found.type == cudaMemoryTypeHost) return TPV_OK;
+  return fail(TPV_INVALID_ARGUMENT, "%s: expected page-locked memory of the host, got %s memory", name,
+              found.type == cudaMemoryTypeUnregistered ? "other host" : "device");
+}
+
 }  // namespace tpv

@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define TPV_ABI_VERSION 1
+#define TPV_ABI_VERSION 2
 
 #if defined(__GNUC__)
 #define TPV_API __attribute__((visibility("default")))
@@ -65,6 +65,17 @@ typedef struct tpv_ddtree_params {
 } tpv_ddtree_params;
 
 TPV_API tpv_status tpv_build_ddtree(tpv_ddtree_params* params);
+
+typedef struct tpv_ancestry_params { /* a tree in which parents come first */
+    uint64_t struct_size;
+    int32_t nodes;            /* n, 1..TPV_MAX_NODES */
+    int32_t reserved;         /* 0 */
+    const int32_t* parents;   /* [n], -1 for the root, which is the first */
+    int32_t* depths;          /* out [n] */
+    uint64_t* ancestor_words; /* out [n, ceil(n / 64)]: bit j of row i, i is j or descends from it */
+} tpv_ancestry_params;
+
+TPV_API tpv_status tpv_ancestry(const tpv_ancestry_params* params);
 
 /* ---- Acceptance -------------------------------------------------------------------------------------------------- */
 
@@ -245,6 +256,23 @@ typedef struct tpv_verify_workspace_params {
 
 TPV_API tpv_status tpv_verify_workspace_size(tpv_verify_workspace_params* params);
 
+/* Tables that the host has written reach `target`, but for what exceeds `capacity`. The launch, and every replay of it,
+ * reads `source` and what it points to as they are then. */
+typedef struct tpv_fetch_source {
+    const void* values; /* page-locked memory of the host, as `source` itself is; 16-byte aligned */
+    int64_t vectors;    /* of 16 bytes */
+} tpv_fetch_source;
+
+typedef struct tpv_fetch_params {
+    uint64_t struct_size;
+    void* stream;
+    const tpv_fetch_source* source;
+    void* target;     /* 16-byte aligned */
+    int64_t capacity; /* of target, in vectors of 16 bytes */
+} tpv_fetch_params;
+
+TPV_API tpv_status tpv_fetch(const tpv_fetch_params* params);
+
 /* The requests of a step. Rows of q, out and lse and the words lie request after request, without gaps. What the tables
  * hold is the caller's word: slots within the pool, lengths within the limits. */
 typedef struct tpv_verify_requests {
@@ -267,6 +295,7 @@ typedef struct tpv_verify_plan_params {
     void* workspace;  /* 256-byte aligned */
     uint64_t workspace_bytes;  /* at least what tpv_verify_workspace_size says for the requests' limits */
     void* stream;
+    const int32_t* split_tile_rows; /* what takes split's place, read with the tables; NULL for split's own */
 } tpv_verify_plan_params;
 
 TPV_API tpv_status tpv_verify_plan(const tpv_verify_plan_params* params);

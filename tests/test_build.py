@@ -210,6 +210,7 @@ def test_only_the_c_abi_is_exported(site):
 
 MIRRORS = {
     "tpv_ddtree_params": native.DdtreeParams,
+    "tpv_ancestry_params": native.AncestryParams,
     "tpv_tree": native.Tree,
     "tpv_accept_greedy_params": native.AcceptGreedyParams,
     "tpv_accept_sampled_params": native.AcceptSampledParams,
@@ -218,6 +219,8 @@ MIRRORS = {
     "tpv_rms_norm_params": native.RmsNormParams,
     "tpv_rope_params": native.RopeParams,
     "tpv_silu_mul_params": native.SiluMulParams,
+    "tpv_fetch_source": cuda.FetchSource,
+    "tpv_fetch_params": cuda.FetchParams,
     "tpv_verify_split": cuda.VerifySplit,
     "tpv_verify_requests": cuda.VerifyRequests,
     "tpv_verify_workspace_params": cuda.VerifyWorkspaceParams,
@@ -312,8 +315,8 @@ def test_a_library_of_another_abi_is_refused(fresh, tmp_path):
     command = ["cc", "-shared", "-fPIC", "old.c", "-o", "libtpverify_host.so"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     fresh.setenv("TPVERIFY_LIB_DIR", str(tmp_path))
-    with pytest.raises(ArgumentError, match="expected ABI version 1, got 99: install again"):
+    with pytest.raises(ArgumentError, match="expected ABI version 2, got 99: install again"):
         native.host()
     (tmp_path / "libtpverify_host.so").rename(tmp_path / cuda.CUDA_LIBRARY)
-    with pytest.raises(ArgumentError, match="expected ABI version 1, got 99: install again"):
+    with pytest.raises(ArgumentError, match="expected ABI version 2, got 99: install again"):
         native.load(cuda.CUDA_LIBRARY, cuda.FUNCTIONS)

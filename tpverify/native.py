@@ -19,7 +19,7 @@ from typing import Any
 
 from tpverify.errors import ArgumentError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 HOST_LIBRARY = "libtpverify_host.so"
 PANEL = 16  # TPV_PANEL
 
@@ -32,6 +32,13 @@ class DdtreeParams(ctypes.Structure):
         ("struct_size", _u64), ("depth", _i32), ("k", _i32), ("budget", _i32), ("num_nodes", _i32), ("exact", _i32),
         ("reserved", _i32), ("vocab_size", _i64), ("root_token", _i64), ("logprobs", _ptr), ("token_ids", _ptr),
         ("tokens", _ptr), ("parents", _ptr), ("depths", _ptr), ("first_child", _ptr), ("next_sibling", _ptr),
+        ("ancestor_words", _ptr),
+    ]  # fmt: skip
+
+
+class AncestryParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", _u64), ("nodes", _i32), ("reserved", _i32), ("parents", ctypes.c_char_p), ("depths", _ptr),
         ("ancestor_words", _ptr),
     ]  # fmt: skip
 
@@ -121,6 +128,7 @@ class ReplayParams(ctypes.Structure):
 
 FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tpv_build_ddtree": DdtreeParams,
+    "tpv_ancestry": AncestryParams,
     "tpv_accept_greedy": AcceptGreedyParams,
     "tpv_accept_sampled": AcceptSampledParams,
     "tpv_attention": AttentionParams,

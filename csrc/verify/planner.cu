@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
   if (threadIdx.x == 0) s.longest = 1, s.total_rows = s.total_nodes = 0, s.work = 0;
   __syncthreads();
 
+  const int split_tile_rows = in.split_tile_rows_now ? *in.split_tile_rows_now : in.split_tile_rows;
   Piece piece = {};
   for (int start = 0; start < in.batch; start += kThreads) {
     const int request = start + threadIdx.x;
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
       const int prefix = in.table.prefix_len[request];
       nodes = in.table.nodes[request];
       if (start == 0) piece = piece_of(in, request, prefix, nodes);
-      if (nodes > 0) tiles = divide_up(prefix + nodes, 16), rows = divide_up(nodes * in.split_heads, in.split_tile_rows);
+      if (nodes > 0) tiles = divide_up(prefix + nodes, 16), rows = divide_up(nodes * in.split_heads, split_tile_rows);
       s.tiles[request] = tiles, s.rows[request] = rows;
     }
     const int longest = __reduce_max_sync(~0u, tiles), total_rows = __reduce_add_sync(~0u, rows);

@@ -69,6 +69,13 @@ static tpv_merge_heads_params good_merge(char* memory) {
     return p;
 }
 
+static tpv_fetch_params good_fetch(char* memory, const void* source) {
+    tpv_fetch_params p = {0};
+    p.struct_size = sizeof p, p.source = source, p.target = memory, p.capacity = 4;
+    return p;
+}
+
+#define FETCH(change, message) REFUSE(tpv_fetch_params, fetch, tpv_fetch, change, message)
 #define SIZE(change, message) REFUSE(tpv_verify_workspace_params, size, tpv_verify_workspace_size, change, message)
 #define PLAN(change, message) REFUSE(tpv_verify_plan_params, plan, tpv_verify_plan, change, message)
 #define RUN(change, message) REFUSE(tpv_verify_run_params, run, tpv_verify_run, change, message)
@@ -80,6 +87,7 @@ static tpv_merge_heads_params good_merge(char* memory) {
 void check_arguments(void) {
     static _Alignas(256) char host[1 << 20];
     tpv_verify_workspace_params size = {0};
+    const tpv_fetch_params fetch = good_fetch(host, host);
     const tpv_verify_plan_params plan = good_plan(host, host, sizeof host);
     const tpv_verify_run_params run = good_run(TPV_FLASH, host, host, sizeof host);
     const tpv_verify_run_params fp32 = good_run(TPV_FLASH_FP32, host, NULL, 0);
@@ -90,6 +98,7 @@ void check_arguments(void) {
     size.max_batch = 2, size.max_nodes = 16, size.max_tokens = 64;
 
     expect_refused(tpv_verify_workspace_size(NULL), "params: expected a struct, got NULL");
+    expect_refused(tpv_fetch(NULL), "params: expected a struct, got NULL");
     expect_refused(tpv_verify_plan(NULL), "params: expected a struct, got NULL");
     expect_refused(tpv_verify_run(NULL), "params: expected a struct, got NULL");
     expect_refused(tpv_move_rows(NULL), "params: expected a struct, got NULL");
@@ -110,6 +119,12 @@ void check_arguments(void) {
     SIZE(p.max_nodes = 1025, "max_nodes: expected 1..1024");
     SIZE(p.max_tokens = -1, "max_tokens: expected 0..");
 
+    FETCH(p.struct_size = 0, "struct_size: expected ");
+    FETCH(p.capacity = 0, "capacity: expected 1..");
+    FETCH(p.target = host + 8, "target: expected device memory aligned to 16 bytes");
+    FETCH(p.source = NULL, "source: expected page-locked memory of the host, got NULL");
+
+    PLAN(p.split_tile_rows = (int32_t*)(host + 2), "split_tile_rows: expected device memory aligned to 4 bytes");
     PLAN(p.requests.batch = 0, "batch: expected 1..4096");
     PLAN(p.requests.max_nodes = 0, "max_nodes: expected 1..1024");
     PLAN(p.requests.slots = NULL, "slots: expected device memory aligned to 4 bytes");
@@ -186,6 +201,7 @@ void check_arguments(void) {
     MERGE(p.merged = NULL, "merged: expected device memory aligned to 16 bytes");
 
     /* Nothing left to refuse but the memory, or the lack of a device. */
+    expect(tpv_fetch(&fetch) != TPV_OK, "a fetch into host memory went through");
     expect(tpv_verify_plan(&plan) != TPV_OK, "a plan in host memory went through");
     expect(tpv_verify_run(&run) != TPV_OK, "a run on host memory went through");
     expect(tpv_move_rows(&move) != TPV_OK, "a move in host memory went through");
@@ -198,6 +214,7 @@ void check_arguments(void) {
 void check_device_pointers(void) {
     static _Alignas(256) char host[1 << 20];
     char* device = device_memory(1 << 20);
+    const tpv_fetch_params fetch = good_fetch(device, locked_memory(16));
     tpv_verify_workspace_params size = {0};
     tpv_verify_plan_params plan;
     tpv_verify_run_params run, fp32;
@@ -217,6 +234,10 @@ void check_device_pointers(void) {
     PLAN(p.requests.max_nodes = 1024, "workspace_bytes: expected at least ");
     RUN(--p.workspace_bytes, "workspace_bytes: expected at least ");
 #define ON_HOST(name) #name ": expected memory of device 0, got host memory"
+    FETCH(p.target = host, ON_HOST(target));
+    FETCH(p.source = (void*)host, "source: expected page-locked memory of the host, got other host memory");
+    FETCH(p.source = (void*)device, "source: expected page-locked memory of the host, got device memory");
+    PLAN(p.split_tile_rows = (int32_t*)host, ON_HOST(split_tile_rows));
     PLAN(p.workspace = host, ON_HOST(workspace));
     PLAN(p.requests.slots = (int32_t*)host, ON_HOST(slots));
     PLAN(p.requests.slot_begin = (int32_t*)host, ON_HOST(slot_begin));

@@ -18,6 +18,7 @@ void expect_refused(tpv_status status, const char* message);
 int open_device(void);
 void* device_memory(size_t bytes);             /* exits if there is none */
 void* device_copy(const void* host, size_t bytes);
+void* locked_memory(size_t bytes);             /* of the host, page-locked; likewise */
 void from_device(void* host, const void* device, size_t bytes);
 
 /* arguments.c */
@@ -27,5 +28,6 @@ void check_device_pointers(void);
 /* kernels.c */
 void check_verify(const char* path);
 void check_move(const char* path);
+void check_fetch(void);
 
 #endif

@@ -143,6 +143,31 @@ void check_verify(const char* path) {
     free(file.data);
 }
 
+/* What a launch finds in the source, and not a vector more: of several lengths, in one round of the kernel and in more. */
+void check_fetch(void) {
+    enum { ROOM = 40000 }; /* vectors */
+    static const int64_t lengths[] = {0, 1, 5, 8192, 8193, 39999, ROOM, ROOM + 7};
+    tpv_fetch_source* source = locked_memory(sizeof *source);
+    tpv_fetch_params fetch = {0};
+    char *values = locked_memory(16 * (ROOM + 8)), *found = malloc(16 * (ROOM + 8)), *before = malloc(16 * (ROOM + 8));
+    void* target = device_copy(values, 16 * (ROOM + 8));
+    size_t i, bytes;
+    fetch.struct_size = sizeof fetch, fetch.source = source, fetch.target = target, fetch.capacity = ROOM;
+    for (i = 0; i < sizeof lengths / sizeof *lengths; ++i) {
+        size_t at;
+        from_device(before, target, 16 * (ROOM + 8));
+        for (at = 0; at < 16 * (ROOM + 8); ++at) values[at] = (char)(at * 7 + at / 251 + i);
+        source->values = values, source->vectors = lengths[i];
+        expect(tpv_fetch(&fetch) == TPV_OK, "fetch: %s", tpv_last_error());
+        from_device(found, target, 16 * (ROOM + 8));
+        bytes = 16 * (size_t)(lengths[i] < ROOM ? lengths[i] : ROOM);
+        expect(!memcmp(found, values, bytes), "%zu bytes that were fetched differ", bytes);
+        expect(!memcmp(found + bytes, before + bytes, 16 * (ROOM + 8) - bytes), "more than %zu bytes were written", bytes);
+    }
+    printf("fetch: up to %d vectors compared\n", ROOM);
+    free(found), free(before);
+}
+
 void check_move(const char* path) {
     const file_t file = read_file(path);
     const int32_t* sizes = array(file, "sizes", NULL); /* layers, slots, row_bytes, count */

@@ -35,6 +35,7 @@ static struct {
     int (*retain)(void**, int);
     int (*set_current)(void*);
     int (*alloc)(uint64_t*, size_t);
+    int (*alloc_host)(void**, size_t);
     int (*to_device)(uint64_t, const void*, size_t);
     int (*to_host)(void*, uint64_t, size_t);
 } driver;
@@ -57,6 +58,7 @@ int open_device(void) {
     load(library, "cuDevicePrimaryCtxRetain", &driver.retain);
     load(library, "cuCtxSetCurrent", &driver.set_current);
     load(library, "cuMemAlloc_v2", &driver.alloc);
+    load(library, "cuMemAllocHost_v2", &driver.alloc_host);
     load(library, "cuMemcpyHtoD_v2", &driver.to_device);
     load(library, "cuMemcpyDtoH_v2", &driver.to_host);
     return !driver.init(0) && !driver.device_get(&device, 0) && !driver.retain(&context, device) &&
@@ -78,6 +80,15 @@ void* device_copy(const void* host, size_t bytes) {
     return device;
 }
 
+void* locked_memory(size_t bytes) {
+    void* memory;
+    if (driver.alloc_host(&memory, bytes)) {
+        printf("no %zu bytes of page-locked memory\n", bytes);
+        exit(1);
+    }
+    return memory;
+}
+
 /* Waits for what was launched on the default stream. */
 void from_device(void* host, const void* device, size_t bytes) {
     expect(!driver.to_host(host, (uint64_t)(uintptr_t)device, bytes), "copy of %zu bytes from the device", bytes);
@@ -94,6 +105,7 @@ int main(int count, char** arguments) {
         check_device_pointers();
         check_verify(arguments[1]);
         check_move(arguments[2]);
+        check_fetch();
     } else if (count != 1) {
         printf("usage: check_abi [verify.bin move.bin]\n");
         return 2;

@@ -10,6 +10,7 @@ from tree_oracles import tree_fields
 import tpverify.tree as tv
 from tpverify import native
 from tpverify.errors import ArgumentError
+from tpverify.tree.ancestry import ancestry, checked_ancestry
 from tpverify.tree.ddtree import best_first_python
 
 
@@ -43,6 +44,37 @@ def test_builder_is_the_twin():
         assert tree_fields(ours) == tree_fields(best_first_python(logprobs, ids, 8, budget, known)), case
         inexact += not ours.exact
     assert 400 < inexact < 3600
+
+
+def test_ancestry_is_the_twin(host_library, monkeypatch):
+    """Trees of every width of a row, and parents that are no tree's, each with the twin's words."""
+    rng = np.random.default_rng(6)
+    for case in range(600):
+        n = int(rng.choice([1, 2, 33, 63, 64, 65, 128, 129, 1024]))
+        reach = int(rng.choice([1, 3, n]))
+        parents = [-1, *(int(rng.integers(max(0, i - reach), i)) for i in range(1, n))]
+        depths, words = checked_ancestry(np.array(parents, "<i4").tobytes())
+        seen = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+        for node in rng.integers(0, n, 5).tolist():
+            above = [node]
+            while above[-1] > 0:
+                above.append(parents[above[-1]])
+            assert np.flatnonzero(seen[node]).tolist() == sorted(above) and depths[node] == len(above) - 1, case
+        twin_depths, twin_words = ancestry(parents)
+        assert depths.tolist() == twin_depths and np.array_equal(words, twin_words) and words.shape == twin_words.shape
+        assert (depths.dtype, words.dtype) == (
+            np.int32,
+            np.uint64,
+        ) and not depths.flags.writeable | words.flags.writeable
+    wrong = ([0], [-2], [-1, 1], [-1, 0, -1], [-1, 0, 5], [-1, 0, 1, 3], [], [-1] + [0] * 1024)
+    for parents in wrong:
+        raw, texts = np.array(parents, "<i4").tobytes(), []
+        for library in (host_library, None):
+            monkeypatch.setattr(native, "host", lambda found=library: found)
+            with pytest.raises(ArgumentError) as error:
+                checked_ancestry(raw)
+            texts.append(str(error.value))
+        assert texts[0] == texts[1] and texts[0].startswith("parents"), parents
 
 
 def test_acceptance_is_the_twin(host_library, monkeypatch):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tpverify import native
 from tpverify.errors import ArgumentError
-from tpverify.ops.staging import Request, RequestTables, StagingRing
+from tpverify.ops.staging import VECTOR, Request, RequestTables, Staged, StagingRing
 
 CUDA_LIBRARY = "libtpverify_cuda.so"
 MAX_HEADS = 128
@@ -44,10 +44,18 @@ class VerifyRequests(ctypes.Structure):
     ]  # fmt: skip
 
 
+class FetchSource(ctypes.Structure):
+    _fields_ = [("values", _ptr), ("vectors", _i64)]
+
+
+class FetchParams(ctypes.Structure):
+    _fields_ = [("struct_size", _u64), ("stream", _ptr), ("source", _ptr), ("target", _ptr), ("capacity", _i64)]
+
+
 class VerifyPlanParams(ctypes.Structure):
     _fields_ = [
         ("struct_size", _u64), ("split", VerifySplit), ("requests", VerifyRequests), ("workspace", _ptr),
-        ("workspace_bytes", _u64), ("stream", _ptr),
+        ("workspace_bytes", _u64), ("stream", _ptr), ("split_tile_rows", _ptr),
     ]  # fmt: skip
 
 
@@ -86,6 +94,7 @@ class MergeHeadsParams(ctypes.Structure):
 
 FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tpv_verify_workspace_size": VerifyWorkspaceParams,
+    "tpv_fetch": FetchParams,
     "tpv_verify_plan": VerifyPlanParams,
     "tpv_verify_run": VerifyRunParams,
     "tpv_move_rows": MoveRowsParams,
@@ -130,6 +139,15 @@ def choose_tile_rows(lengths: Sequence[tuple[int, int]], heads: int, multiproces
     return 32 if tiles < (20 if rows <= 64 else 15) else 64
 
 
+@functools.cache
+def _ring(device: torch.device) -> StagingRing:
+    return StagingRing()
+
+
+def _lengths(requests: Sequence[Request]) -> list[tuple[int, int]]:
+    return [(len(request.prefix), request.nodes) for request in requests]
+
+
 class CudaPlan:
     """A step's requests in device buffers of fixed addresses, so that captured runs can be replayed for other steps.
 
@@ -159,13 +177,10 @@ class CudaPlan:
             with torch.cuda.device(device):
                 size = max(self._workspace_bytes(a, b) for a in TILE_ROWS for b in TILE_ROWS)
         self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        self._tables = RequestTables(max_batch, max_nodes, max_tokens, device, StagingRing())
+        self._tables = RequestTables(max_batch, max_nodes, max_tokens, device)
         self._requests = VerifyRequests(*self._tables.pointers(), max_batch, max_nodes, max_tokens)
-        self._split = self._split_of(16, 16)
-        with torch.cuda.device(device):
-            self._plan_params = VerifyPlanParams(**self._common())
+        self._tile_rows = TILE_ROWS[0]
         self._captured_nodes: int | None = None
-        self.nodes = 0
 
     def _split_of(self, tile_rows: int, split_tile_rows: int) -> VerifySplit:
         return VerifySplit(self.heads, tile_rows, self._split_heads, split_tile_rows, self.batch_invariant)
@@ -177,27 +192,52 @@ class CudaPlan:
         return params.bytes
 
     def update(self, requests: Sequence[Request]) -> None:
-        """Enqueue the upload of the tables, and the plan, on the current stream. Raises ArgumentError, and changes
+        """Enqueue the fetch of the tables, and the plan, on the current stream. Raises ArgumentError, and changes
         nothing, for more nodes than a captured run has rows for."""
+        self._require_room(requests)
+        if self._captured_nodes is None:
+            self._tile_rows = choose_tile_rows(_lengths(requests), self.heads, self._multiprocessors)
+        with torch.cuda.device(self.device):
+            with _ring(self.device).turn() as staged:
+                there = self._write(staged, requests)
+                self._fetch(staged)
+            for part, slots in there:
+                self._tables.buffer[part] = slots
+
+    def stage(self, requests: Sequence[Request]) -> None:
+        """The same for `fetch`: nothing is enqueued."""
+        self._require_room(requests)
+        if self._write(self._staged, requests):
+            self._write(self._staged, [])
+            raise ArgumentError("requests", "slots on the CPU", "slots on a GPU")
+
+    def fetch(self) -> None:
+        with torch.cuda.device(self.device):
+            self._fetch(self._staged)
+
+    @functools.cached_property
+    def _staged(self) -> Staged:
+        return Staged()
+
+    def _require_room(self, requests: Sequence[Request]) -> None:
         total = sum(request.nodes for request in requests)
         if self._captured_nodes is not None and total > self._captured_nodes:
             raise ArgumentError("requests", f"at most {self._captured_nodes} nodes, as captured", total)
-        lengths = [(len(request.prefix), request.nodes) for request in requests]
-        rows = self._split.tile_rows  # of the captured kernel
-        if self._captured_nodes is None:
-            rows = choose_tile_rows(lengths, self.heads, self._multiprocessors)
-        self._split = self._split_of(rows, choose_tile_rows(lengths, self._split_heads, self._multiprocessors))
-        with torch.cuda.device(self.device):
-            self._tables.upload(requests)
-            if self.kernel == "cuda":
-                self._plan_params.split = self._split
-                self._plan_params.stream = torch.cuda.current_stream().cuda_stream
-                call("tpv_verify_plan", self._plan_params)
-        self.nodes = total
+
+    def _write(self, staged: Staged, requests: Sequence[Request]) -> list[tuple[slice, Tensor]]:
+        rows = choose_tile_rows(_lengths(requests), self._split_heads, self._multiprocessors)
+        return self._tables.write(staged, requests, rows)
+
+    def _fetch(self, staged: Staged) -> None:
+        stream, buffer = torch.cuda.current_stream().cuda_stream, self._tables.buffer
+        capacity = buffer.numel() // VECTOR
+        call("tpv_fetch", FetchParams(stream=stream, source=staged.source, target=buffer.data_ptr(), capacity=capacity))
+        if self.kernel == "cuda":
+            call("tpv_verify_plan", VerifyPlanParams(**self._common(), split_tile_rows=self._tables.split_tile_rows))
 
     def _common(self) -> dict[str, Any]:
         return {
-            "split": self._split,
+            "split": self._split_of(self._tile_rows, TILE_ROWS[0]),
             "requests": self._requests,
             "workspace": self._workspace.data_ptr(),
             "workspace_bytes": self._workspace.numel(),
@@ -253,58 +293,3 @@ def move_rows(pool: Tensor, src: Tensor, dst: Tensor, hashes: Tensor | None) -> 
             count=len(src),
         )
         call("tpv_move_rows", params)
-
-
-def rope_cache(
-    x: Tensor,
-    down: Tensor,
-    queries: Tensor,
-    rotation: Tensor,
-    slots: Tensor,
-    nope: Tensor,
-    q: Tensor,
-    pool: Tensor,
-    eps: float,
-    norm_eps: float,
-) -> None:
-    """One launch on the current stream, of arguments as mla.rope_cache has checked them."""
-    shards, nodes, shard_heads, width = queries.shape
-    with torch.cuda.device(x.device):
-        params = RopeCacheParams(
-            stream=torch.cuda.current_stream().cuda_stream,
-            x=x.data_ptr(),
-            down=down.data_ptr(),
-            queries=queries.data_ptr(),
-            rotation=rotation.data_ptr(),
-            slots=slots.data_ptr(),
-            nope=nope.data_ptr(),
-            q=q.data_ptr(),
-            pool=pool.data_ptr(),
-            q_stride_node=q.stride(0),
-            q_stride_head=q.stride(1),
-            pool_stride_slot=pool.stride(0),
-            nodes=nodes,
-            hidden=x.shape[1],
-            low_width=down.shape[1] - pool.shape[1],
-            nope_width=nope.shape[3],
-            shards=shards,
-            shard_heads=shard_heads,
-            eps=eps,
-            norm_eps=norm_eps,
-        )
-        call("tpv_rope_cache", params)
-
-
-def merge_heads(values: Tensor, merged: Tensor) -> None:
-    """One launch on the current stream, of arguments as mla.merge_heads has checked them."""
-    heads, nodes, width = values.shape
-    with torch.cuda.device(values.device):
-        params = MergeHeadsParams(
-            stream=torch.cuda.current_stream().cuda_stream,
-            values=values.data_ptr(),
-            merged=merged.data_ptr(),
-            heads=heads,
-            nodes=nodes,
-            width=width,
-        )
-        call("tpv_merge_heads", params)

@@ -85,8 +85,32 @@ def _rope_cache(
                 raise ArgumentError(name, "dense bfloat16 rows", f"{tensor.dtype} with strides {tensor.stride()}")
         if (rotation.dtype, slots.dtype) != (torch.float32, torch.int64):
             raise ArgumentError("rotation", "float32, and slots of int64", f"{rotation.dtype}, {slots.dtype}")
-        rows = x, down, queries, rotation.contiguous(), slots.contiguous()
-        cuda.rope_cache(*rows, nope, q, pool, eps, norm_eps)
+        rotation, slots = rotation.contiguous(), slots.contiguous()
+        shards, nodes, shard_heads, _ = queries.shape
+        with torch.cuda.device(x.device):
+            params = cuda.RopeCacheParams(
+                stream=torch.cuda.current_stream().cuda_stream,
+                x=x.data_ptr(),
+                down=down.data_ptr(),
+                queries=queries.data_ptr(),
+                rotation=rotation.data_ptr(),
+                slots=slots.data_ptr(),
+                nope=nope.data_ptr(),
+                q=q.data_ptr(),
+                pool=pool.data_ptr(),
+                q_stride_node=q.stride(0),
+                q_stride_head=q.stride(1),
+                pool_stride_slot=pool.stride(0),
+                nodes=nodes,
+                hidden=x.shape[1],
+                low_width=low,
+                nope_width=nope.shape[3],
+                shards=shards,
+                shard_heads=shard_heads,
+                eps=eps,
+                norm_eps=norm_eps,
+            )
+            cuda.call("tpv_rope_cache", params)
         return
     square = _mean_square(x) + eps
     # The mean square of a normed row's product, were the row not normed, is `square` times as large: so is eps.
@@ -102,7 +126,17 @@ def _rope_cache(
 def _merge_heads(values: Tensor, merged: Tensor) -> None:
     if values.is_cuda:
         _check_kernel_takes({"values": values, "merged": merged})
-        cuda.merge_heads(values, merged)
+        heads, nodes, width = values.shape
+        with torch.cuda.device(values.device):
+            params = cuda.MergeHeadsParams(
+                stream=torch.cuda.current_stream().cuda_stream,
+                values=values.data_ptr(),
+                merged=merged.data_ptr(),
+                heads=heads,
+                nodes=nodes,
+                width=width,
+            )
+            cuda.call("tpv_merge_heads", params)
     else:
         merged.copy_(values.transpose(0, 1))
 

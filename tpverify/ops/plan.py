@@ -92,6 +92,20 @@ class VerifyPlan:
             self._plans = plan_reference(requests, self.geometry.num_heads)
         self._nodes, self._top_slot = sum(request.nodes for request in requests), -1
 
+    def stage(self, requests: Sequence[Request]) -> None:
+        """As `take` for a step that is a CUDA graph with `fetch` in it: the host writes memory, nothing is enqueued.
+        Slots on the CPU. What was staged before must have been fetched; the plan has to live until this is."""
+        if self._cuda:
+            self._cuda.stage(requests)
+        else:
+            self.take(requests)
+
+    def fetch(self) -> None:
+        """Enqueue the fetch of what `stage` wrote last, and the plan: once a step, before its layers' `run`. May be
+        captured, after a first call outside of a capture; a replay fetches what is staged then."""
+        if self._cuda:
+            self._cuda.fetch()
+
     @torch.no_grad()
     def run(self, q: Tensor, kv_pool: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
         """Verify attention of one layer into out [N, heads, kv_lora_rank] in q's dtype and lse [N, heads] float32.

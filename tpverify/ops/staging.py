@@ -1,6 +1,8 @@
-"""How a step's tables reach a GPU: packed into one host buffer that the GPU copies by itself, as one transfer."""
+"""How a step's tables reach a GPU: written to page-locked memory of the host, from where it fetches them itself."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-RING_BUFFERS = 3  # steps that may be under way before one waits for the copy of an earlier one
+RING_BUFFERS = 8  # updates that may be under way before one waits for an earlier one's tables to be fetched
 SMALLEST = 1 << 12  # int32 values of a host buffer, which grows by doubling
-GRAIN = SMALLEST  # int32 values that copies are multiples of
+VECTOR = 4  # int32 values that are fetched at once
+
+Allocate = Callable[[int], Tensor]  # int32 [count] on the CPU
+
+
+def page_locked(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
 
 @dataclass(frozen=True)
@@ -27,97 +35,90 @@ class Request:
         return len(self.words)
 
 
-class Cuts:
-    """A tensor, and its beginnings of any length, each cut once: torch's code has left the caches since the step
-    before, and a cut then takes tens of microseconds. `array` is what numpy sees of it, where it is on the CPU."""
+class Staged:
+    """Values on the host. `source`, of a fixed address, says to whoever fetches where they lie and how many there are:
+    a tpv_fetch_source. Nothing may change while a fetch is under way."""
 
-    def __init__(self, whole: Tensor) -> None:
-        self.whole, self._made = whole, dict[int, Tensor]()
-        self.array = whole.numpy() if whole.is_cpu else np.empty(0, np.int32)
+    def __init__(self, allocate: Allocate = page_locked) -> None:
+        self._allocate, self._whole = allocate, allocate(0)
+        self._head = allocate(4)
+        self.source = self._head.data_ptr()
+        self._place = self._head.numpy().view(np.int64)
+        self._values = self._whole.numpy()
 
-    def __getitem__(self, count: int) -> Tensor:
-        cut = self._made.get(count)
-        if cut is None:
-            cut = self._made[count] = self.whole[:count]
-        return cut
+    def room(self, count: int) -> np.ndarray:
+        """int32 [count] to fill."""
+        if len(self._values) < count:
+            self._whole = self._allocate(max(SMALLEST, 1 << (count - 1).bit_length()))
+            self._values = self._whole.numpy()
+            self._place[0] = self._whole.data_ptr()
+        self._place[1] = -(-count // VECTOR)
+        return self._values[:count]
 
 
 class StagingRing:
-    """Host buffers, filled in turn. One is filled again only when the copy from it is done, which its event says.
+    """Host buffers, filled in turn. One is filled again only when it has been fetched, which its event says. So a ring
+    has to outlive its fetches: it serves all plans of its device.
 
-    allocate(count): int32 [count] on the CPU, pinned by default. make_event: as torch.cuda.Event.
+    make_event: as torch.cuda.Event.
     """
 
-    def __init__(
-        self,
-        allocate: Callable[[int], Tensor] = lambda count: torch.empty(count, dtype=torch.int32, pin_memory=True),
-        make_event: Callable[[], Any] = torch.cuda.Event,
-    ) -> None:
-        self._allocate = allocate
-        self._copied = [make_event() for _ in range(RING_BUFFERS)]
-        self._buffers = [Cuts(torch.empty(0, dtype=torch.int32)) for _ in range(RING_BUFFERS)]
-        self._at = 0
+    def __init__(self, allocate: Allocate = page_locked, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
+        self._buffers = [Staged(allocate) for _ in range(RING_BUFFERS)]
+        self._fetched = [make_event() for _ in range(RING_BUFFERS)]
+        self._at, self._lock = 0, threading.Lock()
 
-    def take(self, count: int) -> np.ndarray:
-        """int32 [count] to fill, then to `send`. Waits only while the copy from this buffer is under way."""
-        self._copied[self._at].synchronize()
-        if len(self._buffers[self._at].whole) < count:
-            self._buffers[self._at] = Cuts(self._allocate(max(SMALLEST, 1 << (count - 1).bit_length())))
-        return self._buffers[self._at].array[:count]
-
-    def send(self, target: Tensor) -> None:
-        """Enqueue the copy of what was taken last into target, int32 of as many elements, on the current stream."""
-        target.copy_(self._buffers[self._at][len(target)], non_blocking=True)
-        self._copied[self._at].record()
-        self._at = (self._at + 1) % RING_BUFFERS
+    @contextmanager
+    def turn(self) -> Iterator[Staged]:
+        """The next buffer, to fill and to enqueue the fetch of on the current stream. Waits only while what was in it
+        before is being fetched."""
+        with self._lock:
+            at, self._at = self._at, (self._at + 1) % RING_BUFFERS
+            self._fetched[at].synchronize()
+            yield self._buffers[at]
+            self._fetched[at].record()
 
 
 class RequestTables:
-    """The tables of tpv_verify_requests in one int32 buffer of a fixed address: five counts a request, then all words,
-    then all slots, with begins that count from the buffer's start."""
+    """The tables of tpv_verify_requests in one int32 buffer of a fixed address: the rows of the tile that splits are
+    chosen for, five counts a request, then all words, then all slots, with begins that count from the buffer's start.
+    """
 
-    def __init__(
-        self, max_batch: int, max_nodes: int, max_tokens: int, device: torch.device, ring: StagingRing
-    ) -> None:
-        self._max_batch, self._ring = max_batch, ring
-        self._first_word = -(-5 * max_batch // 2)  # words have 8 bytes
+    def __init__(self, max_batch: int, max_nodes: int, max_tokens: int, device: torch.device) -> None:
+        self._max_batch = max_batch
+        self._first_word = -(-(1 + 5 * max_batch) // 2)  # words have 8 bytes
         words = max_batch * max_nodes * -(-max_nodes // 64)
         size = 2 * (self._first_word + words) + max_tokens + max_batch * max_nodes
-        self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        self._cuts = Cuts(self._buffer)
+        self.buffer = torch.zeros(-(-size // VECTOR) * VECTOR, dtype=torch.int32, device=device)
+        self.split_tile_rows = self.buffer.data_ptr()
 
     def pointers(self) -> list[int]:
         """Of slots, slot_begin, prefix_len, nodes, node_begin, word_begin, words."""
-        base = self._buffer.data_ptr()
-        return [base, *(base + 4 * row * self._max_batch for row in range(5)), base]
+        base = self.buffer.data_ptr()
+        return [base, *(base + 4 * (1 + row * self._max_batch) for row in range(5)), base]
 
-    def upload(self, requests: Sequence[Request]) -> None:
-        """Replace the tables, in stream order. Slots on the CPU are part of the copy; those on the GPU stay there.
+    def write(self, staged: Staged, requests: Sequence[Request], split_tile_rows: int) -> list[tuple[slice, Tensor]]:
+        """Fill `staged`, to be fetched into `buffer`. Returns where in the buffer slots belong that are on the GPU.
 
-        This is on the way of every step: a few calls of numpy a request, the slots copied once, and lengths of copies
-        that change rarely.
+        This is on the way of every step: a few calls of numpy and none of torch, for slots in numpy's hands.
         """
-        first_slot = 2 * (self._first_word + sum(request.words.size for request in requests))
-        slot, node, word = first_slot, 0, self._first_word
-        counts = []
+        slot = 2 * (self._first_word + sum(request.words.size for request in requests))
+        node, word = 0, self._first_word
+        rows: list[tuple[int, ...]] = []
+        words, slots, there = [], [], []
         for request in requests:
             prefix, nodes = len(request.prefix), request.nodes
-            counts.append((slot, prefix, nodes, node, word))
-            slot, node, word = slot + prefix + nodes, node + nodes, word + request.words.size
-        host = self._ring.take(min(-(-slot // GRAIN) * GRAIN, len(self._buffer)))
-        table = host[: 5 * self._max_batch].reshape(5, -1)
-        table[:, len(requests) :] = 0  # requests without nodes
-        table[:, : len(requests)].T[:] = counts or np.empty((0, 5))
-        there = []
-        at, masks = first_slot, host[:first_slot].view(np.uint64)
-        for request, (*_, word) in zip(requests, counts, strict=True):
-            masks[word : word + request.words.size] = request.words.reshape(-1)
-            for slots in (request.prefix, request.tree):
-                part = slice(at, at := at + len(slots))
-                if isinstance(slots, Tensor) and not slots.is_cpu:
-                    there.append((part, slots))
-                else:
-                    host[part] = slots
-        self._ring.send(self._cuts[len(host)])
-        for part, slots in there:
-            self._buffer[part] = slots
+            rows.append((slot, prefix, nodes, node, word))
+            for part in (request.prefix, request.tree):
+                if isinstance(part, Tensor) and not part.is_cpu:
+                    there.append((slice(slot, slot + len(part)), part))
+                    part = np.empty(len(part), np.int32)
+                slots.append(part)
+                slot += len(part)
+            words.append(np.ascontiguousarray(request.words).reshape(-1).view(np.int32))
+            node, word = node + nodes, word + request.words.size
+        rows += [(0,) * 5] * (self._max_batch - len(requests))  # requests without nodes
+        counts = [split_tile_rows, *(count for column in zip(*rows, strict=True) for count in column)]
+        counts += [0] * (len(counts) % 2)
+        np.concatenate([np.array(counts, np.int32), *words, *slots], out=staged.room(slot), casting="unsafe")
+        return there

@@ -8,6 +8,7 @@ import numpy as np
 
 from tpverify.config import MAX_NODES, check_int
 from tpverify.errors import ArgumentError
+from tpverify.tree.ancestry import ancestry
 from tpverify.tree.arrays import INT64_MAX, int_array
 
 
@@ -97,16 +98,3 @@ def assemble(tokens: Sequence[int], parents: Sequence[int], exact: bool) -> Draf
     int64s, int32s = np.array(tokens, np.int64), np.array([parents, depths, first_child, next_sibling], np.int32)
     int64s.flags.writeable = int32s.flags.writeable = False
     return DraftTree(int64s, int32s[0], int32s[1], int32s[2], int32s[3], words, exact)
-
-
-def ancestry(parents: Sequence[int]) -> tuple[list[int], np.ndarray]:
-    """Depths, and ancestor words uint64 [n, ceil(n / 64)], of a well-formed tree."""
-    n = len(parents)
-    depths, rows = [0] * n, [1] * n
-    for i in range(1, n):
-        parent = parents[i]
-        depths[i] = depths[parent] + 1
-        rows[i] = rows[parent] | 1 << i
-    row_bytes = (n + 63) // 64 * 8
-    words = np.frombuffer(b"".join(row.to_bytes(row_bytes, "little") for row in rows), np.uint64)
-    return depths, words.reshape(n, -1)
