@@ -1,4 +1,5 @@
-"""Messages of several frames over a stream socket, in few system calls and without copies of what is large.
+"""Messages of several frames over a stream socket, in few system calls and without copies of what is large. What is
+small goes and comes in one piece: a list of buffers costs Python more than the copy.
 
 A message is the number of frames and the size of each, as little-endian uint64, then the frames.
 """
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from tpverify.runtime.messages import Frame
 
-HEAD_BYTES = 1 << 16  # what is received at once: most messages whole
+HEAD_BYTES = 1 << 16  # what is received, or copied to be sent, at once: most messages whole
 SIZE = struct.Struct("<Q")
 MOST_FRAMES, MOST_BYTES = 4096, 1 << 34  # of a message; its header fits into HEAD_BYTES
 BUFFERS_AT_ONCE = 1024  # what the kernel takes in one call
@@ -30,20 +31,28 @@ class Connection:
 
     def _expect_header(self) -> None:
         self._frames: list[memoryview] | None = None
-        self._missing: list[memoryview] = [self._head]
+        self._missing: list[memoryview] = []  # parts of the frames
+        self._got = 0  # bytes in the head
 
     def send(self, message: Sequence[Frame]) -> None:
         """What a socket that does not wait refuses is left in `unsent`, for `flush`."""
         frames = [memoryview(frame) for frame in message]
-        header = struct.pack(f"<{1 + len(frames)}Q", len(frames), *(frame.nbytes for frame in frames))
-        self.unsent += [memoryview(header), *(frame.cast("B") for frame in frames if frame.nbytes)]
+        sizes = [frame.nbytes for frame in frames]
+        header = struct.pack(f"<{1 + len(frames)}Q", len(frames), *sizes)
+        if sum(sizes) < HEAD_BYTES:
+            self.unsent.append(memoryview(header + b"".join(frames)))
+        else:
+            self.unsent += [memoryview(header), *(frame.cast("B") for frame in frames if frame.nbytes)]
         self.flush()
 
     def flush(self) -> None:
         try:
             while self.unsent:
                 # A driver that lets SIGPIPE end it, as scripts whose output is cut off do, is not to end with a rank.
-                sent = self.socket.sendmsg(self.unsent[:BUFFERS_AT_ONCE], [], socket.MSG_NOSIGNAL)
+                if len(self.unsent) == 1:
+                    sent = self.socket.send(self.unsent[0], socket.MSG_NOSIGNAL)
+                else:
+                    sent = self.socket.sendmsg(self.unsent[:BUFFERS_AT_ONCE], [], socket.MSG_NOSIGNAL)
                 self.unsent = _after(self.unsent, sent)
         except BlockingIOError:
             pass
@@ -54,12 +63,17 @@ class Connection:
         flags: of the socket's call. ValueError for a header that is none: nothing is allocated for it.
         """
         while self._frames is None or self._missing:
-            count = self.socket.recvmsg_into(self._missing[:BUFFERS_AT_ONCE], 0, flags)[0]
+            if self._frames is None:
+                count = self.socket.recv_into(self._head[self._got :], 0, flags)
+            else:
+                count = self.socket.recvmsg_into(self._missing[:BUFFERS_AT_ONCE], 0, flags)[0]
             if count == 0:
                 raise ConnectionResetError(f"{self.peer} has closed its connection")
-            self._missing = _after(self._missing, count)
             if self._frames is None:
-                self._begin(len(self._head) - sum(map(len, self._missing)))
+                self._got += count
+                self._begin(self._got)
+            else:
+                self._missing = _after(self._missing, count)
         frames = self._frames
         self._expect_header()
         return frames
@@ -79,6 +93,9 @@ class Connection:
             raise ValueError(f"message from {self.peer}: expected at most {MOST_BYTES} bytes, got {sum(sizes)}")
         if got - begin > sum(sizes):
             raise ValueError(f"message from {self.peer}: expected {sum(sizes)} bytes, got {got - begin} or more")
+        if sizes == (got - begin,):  # most messages
+            self._frames = [memoryview(bytearray(self._head[begin:got]))]
+            return
         self._frames = [memoryview(bytearray(size)) for size in sizes]
         self._missing = _after(self._frames, got - begin)
         for frame in self._frames:

@@ -5,15 +5,19 @@ whoever waits for the GPU, or for a rank that does, runs a step of tables of its
 from the driver's draft to the rank's answer and back, on other data.
 """
 
+import socket
+import weakref
+
 import numpy as np
 
 from tpverify.kv.log import KvLog
 from tpverify.runtime import messages
+from tpverify.runtime.connection import Connection
 from tpverify.runtime.messages import Configure, Ping, Step
 from tpverify.runtime.rank import TABLES, RankServer
 
 SHORT_S = 4e-3  # waits in which code stays warm enough: twice as slow after 2 ms, three times after 5, eight after 20
-BEFORE_S = 1.5e-3  # the end of a wait as long as the last one: late enough to stay warm, and over before it is needed
+BEFORE_S = 1e-3  # the end of a wait as long as the last one: late enough to stay warm, and over before it is needed
 NODES, MOST = 32, 1024  # of a tree; positions of a sequence before another takes its place
 
 
@@ -22,6 +26,10 @@ class Rehearsal:
     before the end if it lasts as long as the one before."""
 
     def __init__(self) -> None:
+        ends = socket.socketpair()
+        for end in ends:
+            weakref.finalize(self, end.close)
+        self._driver, self._rank = (Connection("itself", end) for end in ends)
         self._log, self._server = KvLog(MOST + 4 * NODES, 1), RankServer(0, "cpu", False, 1.0)
         self._seq, self._number = self._log.open(), 0
         self._waited = self._last = 0.0
@@ -46,7 +54,8 @@ class Rehearsal:
     def _step(self, work: Configure | Ping) -> None:
         first, entries = self._log.pending()
         self._number += 1
-        [answer] = self._server.answer([memoryview(messages.encode(Step(self._number, first, entries, work)))])
-        reply = messages.decode_reply(answer)
+        self._driver.send([messages.encode(Step(self._number, first, entries, work))])
+        self._rank.send(self._server.answer(self._rank.receive()))
+        reply = messages.decode_reply(self._driver.receive()[0])
         assert reply.error is None and reply.digest == self._log.digest(), "tables of its own, and nobody else's"
         self._log.acknowledge()
