@@ -68,3 +68,4 @@ def test_moments_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.mark("plan")
     clock.mark("layers")
     assert clock.seconds() == {"plan": 0.5, "layers": 1.5}
+    assert clock.seconds(["plan"]) == {"plan": 0.5}, "of a step that ended there"

@@ -1,4 +1,4 @@
-"""The target model on one GPU rank, its choices and the drafter: a step is a few CUDA graphs, one upload, one wait.
+"""The target model on one GPU rank, its choices and the drafter: a step is a few CUDA graphs and one wait.
 
 Graphs are those of the stages that a step may do without: verify; accept, greedy or sampled; draft. Every rank runs all
 of them, so any could take over from rank 0, which alone answers.
@@ -31,7 +31,6 @@ from tpverify.runtime.messages import (
     Work,
 )
 from tpverify.runtime.moves import Kept
-from tpverify.runtime.stages import StageClock
 
 
 class Eager(Graphs):
@@ -51,7 +50,6 @@ class GpuDecoderWorker:
         torch.set_grad_enabled(False)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.comm, self.device = comm, torch.device(device)
-        self.clock = StageClock(self.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.stages = stages = GpuStages(comm, self.device, msgspec.convert(options, DecoderOptions), kept)
@@ -118,20 +116,16 @@ class GpuDecoderWorker:
     def _pass(self, requests: list[StepRequest]) -> tuple[list[DecodedRequest], dict[str, float]]:
         bucket = self.verify.bucket_for(len(requests), sum(map(len, requests)))
         step = self.stages.steps[bucket]
-        step.upload(requests)
-        self.stages.plans[bucket].take([request.verify for request in requests])
-        self.clock.start()
+        step.stage(requests)
+        self.stages.plans[bucket].stage([request.verify for request in requests])
         self.verify.replay(bucket)
-        self.clock.mark("verify")
         self.accept[any(request.temperature > 0 for request in requests)].replay(bucket)
-        self.clock.mark("accept")
-        drafted = self.draft is not None and any(request.candidates for request in requests)
-        if drafted:
-            self.draft.replay(bucket)  # type: ignore[union-attr]
-        self.clock.mark("draft")
-        step.download(drafted)
+        stages = ["verify", "accept"]
+        if self.draft is not None and any(request.candidates for request in requests):
+            self.draft.replay(bucket)
+            stages.append("draft")
         self.comm.wait()
-        return step.answers(requests) if self.comm.rank == 0 else [], self.clock.seconds()
+        return step.answers(requests) if self.comm.rank == 0 else [], self.stages.clock.seconds(stages)
 
     def _rows(self, table: Tensor, slots: np.ndarray) -> Tensor:
         """table[slots] on the CPU."""

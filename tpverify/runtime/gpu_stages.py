@@ -22,6 +22,7 @@ from tpverify.runtime.device import latent_pool
 from tpverify.runtime.gpu_step import Layout, StepBuffers
 from tpverify.runtime.graphs import Bucket
 from tpverify.runtime.moves import Kept
+from tpverify.runtime.stages import GraphClock
 
 DTYPE = torch.bfloat16
 # A root alone or a chain of 15, trees of 32, 64, 128 and a prompt's chunk of 256, each with its root; the widest tree.
@@ -38,7 +39,7 @@ class GpuStages:
     """
 
     def __init__(self, comm: GpuComm, device: torch.device, shape: DecoderOptions, kept: Kept | None) -> None:
-        self.device = device
+        self.device, self.clock = device, GraphClock(device, "verify", "accept", "draft")
         config, tensors = load_checkpoint(shape.checkpoint)
         self.config = config
         self.decoder = GpuDecoder(config, tensors, device, DTYPE, comm.rank, comm.size, comm.allgather_into)
@@ -76,6 +77,9 @@ class GpuStages:
     def verify(self, bucket: Bucket) -> None:
         """All layers over all nodes: latent rows, final hidden states and context rows to the nodes' slots; logits."""
         step, plan = self.steps[bucket], self.plans[bucket]
+        self.clock.start()
+        step.fetch()
+        plan.fetch()
 
         def attend(layer: int, rows: Tensor, q: Tensor, out: Tensor) -> None:
             self.pool[layer].index_copy_(0, step.slots, rows)
@@ -92,6 +96,7 @@ class GpuStages:
             assert self.context is not None
             self.context.index_copy_(0, step.slots, self.drafter.context(step.features, step.positions))
         step.logits.copy_(self.decoder.logits(hidden))
+        self.clock.mark("verify")
 
     def accept(self, sampled: bool, bucket: Bucket) -> None:
         """The target's choices and where they lead: path, its last node, the token after it."""
@@ -107,6 +112,8 @@ class GpuStages:
         step.path.copy_(path)
         step.accepted[:, 0] = step.bonus
         step.accepted[:, 1:] = path
+        step.give_accepted()
+        self.clock.mark("accept")
 
     def draft(self, bucket: Bucket) -> None:
         """The drafter's tokens below each bonus token."""
@@ -120,6 +127,8 @@ class GpuStages:
         logprobs, token_ids = rank_tokens(logits, step.layout.ranked)
         step.drafted[0].view(torch.float32).copy_(logprobs)
         step.drafted[1].copy_(token_ids)
+        step.give_drafted()
+        self.clock.mark("draft")
 
 
 def _typical(bucket: Bucket, num_slots: int) -> list[VerifyRequest]:

@@ -1,4 +1,4 @@
-"""A decode step at fixed addresses: what is uploaded in one copy before it, and what comes back in one after it."""
+"""A decode step at fixed addresses: what comes from the host in one copy, and what goes back once it is there."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tpverify.ops.staging import Request
 from tpverify.runtime.graphs import Bucket
 from tpverify.runtime.messages import DecodedRequest, DecodeRequest
 from tpverify.tree import uniform
-from tpverify.tree.draft_tree import ancestry
+from tpverify.tree.ancestry import checked_ancestry
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,14 @@ class StepRequest:
     """One request of a step with what its rank knows of it: n nodes after a prefix of S tokens."""
 
     def __init__(self, request: DecodeRequest, prefix: np.ndarray, slots: np.ndarray) -> None:
-        """prefix int32 [S], slots int32 [n]. Raises ValueError for parents that are no tree's."""
+        """prefix int32 [S], slots int32 [n]. Raises ArgumentError for parents that are no tree's, ValueError
+        for fields that do not fit each other."""
         self.seq, self.prompt, self.candidates = request.seq, request.prompt, request.candidates
         self.temperature, self.seed = request.temperature, request.seed
         self.prefix, self.slots = prefix, slots
         self.tokens = np.frombuffer(request.tokens, "<i8")
         self.parents = np.frombuffer(request.parents, "<i4")
-        self.words, self.depths = _mask(request.parents)
+        self.depths, self.words = _ancestry(request.parents)
         if not len(self.tokens) == len(self.parents) == len(slots):
             raise ValueError(f"a node's token, parent and slot: {len(self.tokens)}, {len(self.parents)}, {len(slots)}")
 
@@ -51,7 +52,7 @@ class StepRequest:
 
     @property
     def verify(self) -> Request:
-        """For VerifyPlan.take."""
+        """For VerifyPlan.stage."""
         return Request(self.prefix, self.slots, self.words, self.depths)
 
     @property
@@ -74,27 +75,19 @@ class StepRequest:
         return np.array(by_depth)[self.depths]
 
 
-@functools.lru_cache(maxsize=256)  # chains are the same at every step
-def _mask(parents: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Ancestor words uint64 [n, ceil(n/64)] and depths int32 [n]."""
-    above = np.frombuffer(parents, "<i4").tolist()
-    for node, parent in enumerate(above):
-        if not (0 <= parent < node if node else parent == -1):
-            raise ValueError(f"parents[{node}]: expected an earlier node, and -1 for the root, got {parent}")
-    depths, words = ancestry(above)
-    return words, np.array(depths, np.int32)
+_ancestry = functools.lru_cache(maxsize=256)(checked_ancestry)  # chains are the same at every step
 
 
 class StepBuffers:
-    """Of one bucket: `tokens`, `positions`, ... [nodes] and `tail` [batch, window] are uploaded; the step leaves
-    features, logits, path, last and bonus for its later stages, and its results in `accepted` and `drafted`.
+    """Of one bucket: the host stages `tokens`, `positions`, ... [nodes] and `tail` [batch, window], the step fetches
+    them, leaves features, logits, path, last and bonus for its later stages, and results in `accepted` and `drafted`.
 
     All rows of a bucket are computed. Those that no request has write to slot 0, which nobody reads.
     """
 
     def __init__(self, bucket: Bucket, layout: Layout, device: torch.device, dtype: torch.dtype) -> None:
         self.bucket, self.layout = bucket, layout
-        self.rows = 0  # of the bucket's, that the last upload has nodes for
+        self.rows = 0  # of the bucket's, that the requests have nodes for
         (batch, nodes), pinned = bucket, device.type == "cuda"
         sizes = dict.fromkeys(("tokens", "positions", "slots", "parents", "cells", "draws", "temperatures"), nodes)
         sizes |= {"start": batch, "earlier": batch, "tail": batch * layout.window}
@@ -122,8 +115,8 @@ class StepBuffers:
         self.accepted = self._reply[:choices].view(batch, -1)  # bonus, then path, of each request
         self.drafted = self._reply[choices:].view(2, batch, layout.depth, layout.ranked)  # bits of logprobs; ids
 
-    def upload(self, requests: Sequence[StepRequest]) -> None:
-        """Enqueue the requests' copy. The one before must have been waited for, as every step is."""
+    def stage(self, requests: Sequence[StepRequest]) -> None:
+        """Write the requests where `fetch` finds them. The step before has been waited for, as every step is."""
         self._host.numpy()[:] = self._blank
         field, longest, row = self._fields, self.layout.longest, 0
         tail = field["tail"].reshape(-1, self.layout.window)
@@ -144,12 +137,20 @@ class StepBuffers:
                 field["temperatures"][rows], field["draws"][rows] = request.temperature, request.draws()
             row = rows.stop
         self.rows = row
+
+    # A copy is part of the graph whose work it is: to ask torch for one takes as long as to launch a graph.
+
+    def fetch(self) -> None:
         self._device.copy_(self._host, non_blocking=True)
 
-    def download(self, drafted: bool) -> None:
-        """Enqueue the copy of the results; `answers` reads them once it has been waited for."""
-        count = len(self._reply) if drafted else self.accepted.numel()
+    def give_accepted(self) -> None:
+        """To the host, where `answers` reads it once the step has been waited for."""
+        count = self.accepted.numel()
         self._answer[:count].copy_(self._reply[:count], non_blocking=True)
+
+    def give_drafted(self) -> None:
+        count = self.accepted.numel()
+        self._answer[count:].copy_(self._reply[count:], non_blocking=True)
 
     def answers(self, requests: Sequence[StepRequest]) -> list[DecodedRequest]:
         """Raises ValueError where a choice was made from logits that are not finite."""

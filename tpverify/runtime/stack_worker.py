@@ -1,7 +1,7 @@
-"""The attention stack on one GPU rank: a step is its tables' upload and four CUDA graphs.
+"""The attention stack on one GPU rank: a step is three CUDA graphs.
 
-The GPU works from the first graph on: it needs no tables, which are packed meanwhile, and a graph of 61 layers takes
-longer to launch than one layer takes to run (plan 0004).
+The GPU works from the first graph on: it needs no tables, which are packed meanwhile and fetched by the second, and a
+graph of 61 layers takes longer to launch than one layer takes to run (plan 0004).
 """
 
 import time
@@ -48,7 +48,7 @@ class StackWorker:
     prefix of a text that nobody had to compute.
 
     Trees are walked by the argmax; there is no drafter. Result of rank 0: Decoded, with seconds for "plan" (the tables
-    packed, copied and planned, beside what comes before the first attention), "layers", "head" (the argmax, after the
+    packed, fetched and planned, beside what comes before the first attention), "layers", "head" (the argmax, after the
     product if "gemm" is among the parts, and its download) and "accept" (the walk, on the host).
     """
 
@@ -72,7 +72,6 @@ class StackWorker:
         self._packed = torch.zeros(3 * most, dtype=torch.int64, pin_memory=pinned)
         # As a step writes them.
         self._rows = {bucket: self._packed[: 3 * bucket.nodes].view(3, -1).numpy() for bucket in buckets}
-        self._hidden = torch.zeros(most, config.hidden_size, dtype=torch.bfloat16, device=self.device)
         self._parts = shape.parts
         self._logits = torch.zeros(most, config.vocab_size, dtype=torch.bfloat16, device=self.device)
         self._lse = torch.zeros(most, self.stack.local_heads, device=self.device)
@@ -81,11 +80,9 @@ class StackWorker:
         self._read_answer = self._answer.numpy()
         self._clock = GraphClock(self.device, "plan", "layers", "head")
         self._rehearsal = StackRehearsal(self.device, comm)
-        first, others = range(FIRST), range(FIRST, config.num_hidden_layers)
         self._enter = Graphs(self._run_enter, buckets, comm.wait)
-        self._first = Graphs(lambda bucket: self._run_layers(first, bucket), buckets, comm.wait)
-        self._others = Graphs(lambda bucket: self._run_layers(others, bucket), buckets, comm.wait)
-        self._head = Graphs(self._run_head, buckets, comm.wait)
+        self._first = Graphs(self._run_first, buckets, comm.wait)
+        self._others = Graphs(self._run_others, buckets, comm.wait)
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Decode):
@@ -110,26 +107,27 @@ class StackWorker:
         tokens, positions, rows = inputs.view(3, -1)
         self.stack.enter(self._buffers[bucket], tokens, positions, rows, self.pool)
 
+    def _run_first(self, bucket: Bucket) -> None:
+        self._plans[bucket].fetch()
+        self._clock.mark("plan")
+        self._run_layers(range(FIRST), bucket)
+
+    def _run_others(self, bucket: Bucket) -> None:
+        self._run_layers(range(FIRST, len(self.stack.layers)), bucket)
+        n, hidden = bucket.nodes, self.stack.leave(self._buffers[bucket])
+        self._clock.mark("layers")
+        logits = self.stack.logits(hidden) if "gemm" in self._parts else self._logits[:n]
+        torch.argmax(logits, dim=1, out=self._choices[:n])
+        self._answer[:n].copy_(self._choices[:n], non_blocking=True)
+        self._clock.mark("head")
+
     def _run_layers(self, layers: range, bucket: Bucket) -> None:
-        n, plan, buffers = bucket.nodes, self._plans[bucket], self._buffers[bucket]
-        if layers.start == 0:
-            self._clock.mark("plan")
-        scale = self.stack.config.softmax_scale
+        n, plan, scale = bucket.nodes, self._plans[bucket], self.stack.config.softmax_scale
 
         def attend(layer: int, q: Tensor, out: Tensor) -> None:
             plan.run(q, self.pool[layer], out, self._lse[:n], scale)
 
-        self.stack.run(layers, buffers, self._inputs[2 * n : 3 * n], self.pool, attend, self._gather)
-        if layers.stop == len(self.stack.layers):
-            self._hidden[:n] = self.stack.leave(buffers)
-            self._clock.mark("layers")
-
-    def _run_head(self, bucket: Bucket) -> None:
-        n = bucket.nodes
-        logits = self.stack.logits(self._hidden[:n]) if "gemm" in self._parts else self._logits[:n]
-        torch.argmax(logits, dim=1, out=self._choices[:n])
-        self._answer[:n].copy_(self._choices[:n], non_blocking=True)
-        self._clock.mark("head")
+        self.stack.run(layers, self._buffers[bucket], self._inputs[2 * n : 3 * n], self.pool, attend, self._gather)
 
     def _gather(self, values: Tensor) -> Tensor:
         if self.comm.size == 1:
@@ -146,10 +144,9 @@ class StackWorker:
         bucket = self._enter.bucket_for(len(requests), nodes)
         _pack(self._rows[bucket], requests)
         self._enter.replay(bucket)
-        self._plans[bucket].take([request.verify for request in requests])
+        self._plans[bucket].stage([request.verify for request in requests])
         self._first.replay(bucket)
         self._others.replay(bucket)
-        self._head.replay(bucket)
         children = [_children(request) for request in requests]  # while the GPU is busy
         self.comm.wait(meanwhile=self._rehearsal)
         if self.comm.rank != 0:
@@ -188,8 +185,7 @@ class StackRehearsal(Rehearsal):
     def __init__(self, device: torch.device, comm: GpuComm) -> None:
         super().__init__()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        with torch.cuda.stream(self._stream):
-            self._plan = VerifyPlan(MlaGeometry(1), 1, NODES, NODES, device)
+        self._plan = VerifyPlan(MlaGeometry(1), 1, NODES, NODES, device)
         self._packed, self._slots = np.zeros((3, NODES), np.int64), np.arange(NODES, dtype=np.int32)
         self._clock, self._draw = GraphClock(device, "written"), np.random.default_rng(0)
         self._written = torch.zeros(1, device=device)
@@ -205,7 +201,7 @@ class StackRehearsal(Rehearsal):
         self._clock.seconds()  # of the one before, which is long done
         with torch.cuda.stream(self._stream):
             self._graph.replay(BUCKET)
-            self._plan.take([request.verify])
+        self._plan.stage([request.verify])
         path, bonus = _walk(_children(request), tokens.tolist(), 0)
         msgspec.msgpack.encode(Decoded([DecodedRequest(array("i", path).tobytes(), bonus, b"", b"")], {"accept": 0.0}))
 

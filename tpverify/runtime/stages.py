@@ -1,6 +1,7 @@
 """Where a rank's step spends its time: by the clock on a CPU, by events in the stream on a GPU."""
 
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -63,7 +64,9 @@ class GraphClock:
         else:
             self._moments[stage] = time.perf_counter()
 
-    def seconds(self) -> dict[str, float]:
-        """By stage, in order. On a GPU the graphs must have been waited for."""
-        lasted = (b.elapsed_time(e) / 1e3 if self._on_gpu else e - b for b, e in pairwise(self._moments.values()))
-        return dict(zip(list(self._moments)[1:], lasted, strict=True))
+    def seconds(self, stages: Sequence[str] | None = None) -> dict[str, float]:
+        """Of these, the first ones, by default of all. On a GPU the graphs must have been waited for."""
+        stages = list(self._moments)[1:] if stages is None else stages
+        moments = pairwise(self._moments[name] for name in ("", *stages))
+        lasted = (begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin for begin, end in moments)
+        return dict(zip(stages, lasted, strict=True))
