@@ -113,7 +113,7 @@ def main() -> None:
         return
     print(*table(rows), sep="\n")
     for row in rows:
-        for key in ("start_s", "close_s", "other_share", "gather", "collectives"):
+        for key in ("start_s", "close_s", "other_share", "other_share_alone", "gather", "collectives"):
             if key in row:
                 print(f"{row['row']}: {key} {row[key]}")
 

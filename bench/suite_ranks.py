@@ -63,7 +63,8 @@ def quote(found: dict[str, Any]) -> str:
             lines += [
                 "",
                 f"Of the last kind of step, {100 * row['other_share']:.1f} % is neither product, attention kernel nor "
-                f"gather. Its {gather['layers']} gathers of {gather['bytes_a_rank']} B a rank add "
+                f"gather as they run together, {100 * row['other_share_alone']:.1f} % with each by itself. "
+                f"Its {gather['layers']} gathers of {gather['bytes_a_rank']} B a rank add "
                 f"{gather['in_step_us']:.0f} us; alone in a graph they take {gather['alone_us']:.0f} us.",
             ]
     lines += ["", "| fault | s | error |", "|---|---|---|"]

@@ -23,7 +23,8 @@ STEPS = {
     "gpu": "GPU X",
     "rows": [
         {"row": "deep", "ranks": 2, "device": "cuda", "p50_ms": 12.5, "p99_ms": 13.0, "stages_us": {"gather": 500.0},
-         "other_share": 0.042, "gather": {"in_step_us": 550.0, "alone_us": 500.0, "layers": 61, "bytes_a_rank": 9}},
+         "other_share": 0.042, "other_share_alone": 0.05,
+         "gather": {"in_step_us": 550.0, "alone_us": 500.0, "layers": 61, "bytes_a_rank": 9}},
         {"row": "empty", "ranks": 2, "device": "cuda", "p50_ms": 0.1, "p99_ms": 0.2, "stages_us": {"reply": 100.0},
          "collectives": {"backend": "nccl", "paths": ["P2P/CUMEM"]}},
     ],

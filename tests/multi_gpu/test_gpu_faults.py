@@ -19,7 +19,7 @@ from faults import ends_with, faulty
 from tpverify.config import MlaGeometry, RuntimeConfig
 from tpverify.errors import ClusterError, RankFailure
 from tpverify.ops import cuda
-from tpverify.runtime import cluster, ranks
+from tpverify.runtime import ranks
 from tpverify.runtime.ranks import RankGroup
 from tpverify.runtime.runtime import Draft, VerifyRuntime
 from tpverify.tree import DraftTree
@@ -27,6 +27,7 @@ from tpverify.tree import DraftTree
 MISSING = cuda.why_not() or ("under 2 GPUs" if torch.cuda.device_count() < 2 else None)
 pytestmark = [
     pytest.mark.multi_gpu, pytest.mark.ray, pytest.mark.skipif(MISSING is not None, reason=f"NOT run: {MISSING}"),
+    pytest.mark.usefixtures("one_ray"),
 ]  # fmt: skip
 HEADS = 16
 GIB = 1 << 30
@@ -34,13 +35,6 @@ SLACK = GIB // 2  # what contexts of other processes may take meanwhile
 LIMIT_S = 20.0
 
 Note = Callable[[str, object], None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray() -> Iterator[None]:
-    """That every runtime of the file joins."""
-    with cluster.session():
-        yield
 
 
 def config(num_slots: int = 4096, layers: int = 1) -> RuntimeConfig:

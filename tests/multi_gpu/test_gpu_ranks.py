@@ -13,7 +13,6 @@ import torch
 from tpverify.config import MlaGeometry, RuntimeConfig
 from tpverify.ops import cuda
 from tpverify.report import parity
-from tpverify.runtime import cluster
 from tpverify.runtime.ranks import RankGroup
 from tpverify.runtime.runtime import Draft, VerifyRuntime
 from tpverify.tree import DraftTree
@@ -38,8 +37,8 @@ def marked(marks: list[pytest.MarkDecorator]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def two_gpus() -> Iterator[RankGroup]:
-    with cluster.session(), RankGroup(2, "auto", deadline_s=60) as group:
+def two_gpus(one_ray: None) -> Iterator[RankGroup]:
+    with RankGroup(2, "auto", deadline_s=60) as group:
         yield group
 
 

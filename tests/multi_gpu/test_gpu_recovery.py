@@ -26,7 +26,7 @@ from tpverify.config import MlaGeometry, RuntimeConfig
 from tpverify.model.checkpoint import ModelConfig
 from tpverify.model.stack import KIMI_K2, PARTS
 from tpverify.ops import cuda
-from tpverify.runtime import cluster, coordinator, ranks
+from tpverify.runtime import coordinator, ranks
 from tpverify.runtime.actor import Rank
 from tpverify.runtime.coordinator import Coordinator
 from tpverify.runtime.engine import Engine
@@ -63,8 +63,8 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks do not 
 
 
 @pytest.fixture(scope="module")
-def stacks() -> Iterator[Path]:
-    with cluster.session(), tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+def stacks(one_ray: None) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "Rank", watched_rank(Path(name)))
         yield Path(name)
 

@@ -9,7 +9,6 @@ import torch
 from tpverify.model.checkpoint import ModelConfig
 from tpverify.model.stack import KIMI_K2, PARTS
 from tpverify.ops import cuda
-from tpverify.runtime import cluster
 from tpverify.runtime.coordinator import Coordinator
 from tpverify.runtime.messages import ContentDigest, Decode, DecodeRequest
 from tpverify.runtime.ranks import RankGroup
@@ -24,8 +23,8 @@ SLOTS = 8192
 
 
 @pytest.fixture(scope="module")
-def two_gpus() -> Iterator[RankGroup]:
-    with cluster.session(), RankGroup(2, "cuda", deadline_s=60) as group:
+def two_gpus(one_ray: None) -> Iterator[RankGroup]:
+    with RankGroup(2, "cuda", deadline_s=60) as group:
         yield group
 
 
