@@ -108,6 +108,7 @@ def test_an_entry_that_does_not_fit_fences_for_good(entry):
         (4, [], "entry 3 is missing: the log goes on with entry 4"),
         (4, [Open(2)], "entry 3 is missing"),
         (2, [Open(7)], "entry 2 was repeated with another body"),
+        (2, [Open(2**61)], "entry 2 was repeated with another body"),  # 1, to Python's hash
         (0, [Open(0)], "entry 0 was repeated with another body"),
         (-3, [], "entry -4 is not among the last 4096 of 2 applied"),
     ],

@@ -67,14 +67,14 @@ def test_ancestry_is_the_twin(host_library, monkeypatch):
             np.uint64,
         ) and not depths.flags.writeable | words.flags.writeable
     wrong = ([0], [-2], [-1, 1], [-1, 0, -1], [-1, 0, 5], [-1, 0, 1, 3], [], [-1] + [0] * 1024)
-    for parents in wrong:
-        raw, texts = np.array(parents, "<i4").tobytes(), []
+    for raw in [*(np.array(parents, "<i4").tobytes() for parents in wrong), b"\xff" * 5, b"\xff" * 4097]:
+        texts = []
         for library in (host_library, None):
             monkeypatch.setattr(native, "host", lambda found=library: found)
             with pytest.raises(ArgumentError) as error:
                 checked_ancestry(raw)
             texts.append(str(error.value))
-        assert texts[0] == texts[1] and texts[0].startswith("parents"), parents
+        assert texts[0] == texts[1] and texts[0].startswith("parents"), raw
 
 
 def test_acceptance_is_the_twin(host_library, monkeypatch):

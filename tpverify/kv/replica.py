@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Listlike
 from typing import NoReturn
 
+import msgspec
 import numpy as np
 
 from tpverify.errors import ArgumentError
@@ -49,7 +50,7 @@ class Replica:
         if first > self._applied + 1:
             self.fence(f"entry {self._applied + 1} is missing: the log goes on with entry {first}")
         for number, entry in enumerate(entries, first):
-            body = hash(entry)  # of its class and fields, within this process
+            body = hash(msgspec.msgpack.encode(entry))  # keyed, and of use within this process alone
             if number > self._applied:
                 self._run(number, entry, body)
             elif number > self._joined and self._answer(number)[0] != body:

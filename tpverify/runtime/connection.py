@@ -36,13 +36,14 @@ class Connection:
 
     def send(self, message: Sequence[Frame]) -> None:
         """What a socket that does not wait refuses is left in `unsent`, for `flush`."""
-        frames = [memoryview(frame) for frame in message]
-        sizes = [frame.nbytes for frame in frames]
-        header = struct.pack(f"<{1 + len(frames)}Q", len(frames), *sizes)
+        views = [memoryview(frame) for frame in message]
+        sizes = [view.nbytes for view in views]
+        header = struct.pack(f"<{1 + len(views)}Q", len(views), *sizes)
+        frames = [view.cast("B") for view in views if view.nbytes]
         if sum(sizes) < HEAD_BYTES:
-            self.unsent.append(memoryview(header + b"".join(frames)))
+            self.unsent.append(memoryview(b"".join((header, *frames))))
         else:
-            self.unsent += [memoryview(header), *(frame.cast("B") for frame in frames if frame.nbytes)]
+            self.unsent += [memoryview(header), *frames]
         self.flush()
 
     def flush(self) -> None:

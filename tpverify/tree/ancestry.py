@@ -26,9 +26,9 @@ def ancestry(parents: Sequence[int]) -> tuple[list[int], np.ndarray]:
 def checked_ancestry(parents: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Depths int32 [n] and ancestor words of a tree that came as little-endian int32 parents [n], 1 to 1024 of them;
     both read-only. Raises ArgumentError for parents that are no tree's."""
-    n = len(parents) // 4
-    if not 1 <= n <= MAX_NODES:
-        raise ArgumentError("parents", f"1 to {MAX_NODES} nodes", n)
+    n, rest = divmod(len(parents), 4)
+    if rest or not 1 <= n <= MAX_NODES:
+        raise ArgumentError("parents", f"int32 of 1 to {MAX_NODES} nodes", f"{len(parents)} bytes")
     library = native.host()
     if library is None:
         above = np.frombuffer(parents, "<i4").tolist()
