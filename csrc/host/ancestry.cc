@@ -1,8 +1,8 @@
 // A tree's ancestor words and depths from its parents: what a rank makes of the tree that a step brings, before anything
 // else can begin. tpverify/tree/ancestry.py has the Python twin.
-#include "error.h"
+#include "ancestry.h"
 
-#include <algorithm>
+#include "error.h"
 
 extern "C" tpv_status tpv_ancestry(const tpv_ancestry_params* params) {
     tpv_status status = tpv::check_struct(params);
@@ -13,16 +13,12 @@ extern "C" tpv_status tpv_ancestry(const tpv_ancestry_params* params) {
     status = tpv::check_pointers({{"parents", a.parents}, {"depths", a.depths}, {"ancestor_words", a.ancestor_words}});
     if (status != TPV_OK) return status;
 
-    const int64_t width = (a.nodes + 63) / 64;
-    std::fill_n(a.ancestor_words, a.nodes * width, uint64_t{0});
     for (int32_t node = 0; node < a.nodes; ++node) {
         const int32_t parent = a.parents[node];
         if (node == 0 ? parent != -1 : parent < 0 || parent >= node)
             return tpv::fail(TPV_INVALID_ARGUMENT, "parents[%d]: expected an earlier node, and -1 for the root, got %d", node, parent);
-        uint64_t* row = a.ancestor_words + node * width;
         a.depths[node] = node == 0 ? 0 : a.depths[parent] + 1;
-        if (node > 0) std::copy_n(a.ancestor_words + parent * width, width, row);
-        row[node / 64] |= uint64_t{1} << node % 64;
     }
+    tpv::write_ancestors(a.parents, a.nodes, a.ancestor_words);
     return TPV_OK;
 }

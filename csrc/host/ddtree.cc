@@ -1,6 +1,7 @@
 // DDTree: best-first expansion over per-depth candidates (arXiv 2604.12989). tpverify/tree/ddtree.py has the contract
 // and the Python twin.
 
+#include "ancestry.h"
 #include "error.h"
 
 #include <algorithm>
@@ -179,21 +180,13 @@ private:
 
     void link() {
         const int32_t n = p_.num_nodes;
-        const size_t width = (static_cast<size_t>(n) + 63) / 64;
         std::fill_n(p_.first_child, n, -1);
         std::fill_n(p_.next_sibling, n, -1);
         for (int32_t i = n - 1; i > 0; --i) {  // insertion at the head, from the back: siblings end in ascending order
             p_.next_sibling[i] = p_.first_child[p_.parents[i]];
             p_.first_child[p_.parents[i]] = i;
         }
-        for (int32_t i = 0; i < n; ++i) {
-            uint64_t* row = p_.ancestor_words + i * width;
-            if (i == 0)
-                std::fill_n(row, width, 0);
-            else
-                std::copy_n(p_.ancestor_words + p_.parents[i] * width, width, row);
-            row[i / 64] |= uint64_t{1} << (i % 64);
-        }
+        tpv::write_ancestors(p_.parents, n, p_.ancestor_words);
     }
 
     tpv_ddtree_params& p_;

@@ -25,8 +25,8 @@ class NativeTables:
         params.generations = slots.generations.ctypes.data
         params.slot_keys, params.position_keys = (array.ctypes.data for array in keys.keys)
         self._reference, self._keys = ctypes.byref(params), keys
-        self._tree, self._path, self._settled = self._own = np.empty((3, MAX_NODES), np.int32)
-        params.tree, params.path, params.settled = (array.ctypes.data for array in self._own)
+        own = self._tree, self._path, self._settled = np.empty((3, MAX_NODES), np.int32)
+        params.tree, params.path, params.settled = (array.ctypes.data for array in own)
 
     def draft(self, seq: int, length: int, prefix_sum: int, tree: Slots) -> tuple[int, int] | None:
         """Free slots become the tree of a sequence that has none: its sum of the digest's terms, and the sequence's

@@ -63,21 +63,20 @@ class Connection:
 
         flags: of the socket's call. ValueError for a header that is none: nothing is allocated for it.
         """
-        while self._frames is None or self._missing:
-            if self._frames is None:
-                count = self.socket.recv_into(self._head[self._got :], 0, flags)
-            else:
-                count = self.socket.recvmsg_into(self._missing[:BUFFERS_AT_ONCE], 0, flags)[0]
-            if count == 0:
-                raise ConnectionResetError(f"{self.peer} has closed its connection")
-            if self._frames is None:
-                self._got += count
-                self._begin(self._got)
-            else:
-                self._missing = _after(self._missing, count)
+        while self._frames is None:
+            self._got += self._some(self.socket.recv_into(self._head[self._got :], 0, flags))
+            self._begin(self._got)
+        while self._missing:
+            count = self._some(self.socket.recvmsg_into(self._missing[:BUFFERS_AT_ONCE], 0, flags)[0])
+            self._missing = _after(self._missing, count)
         frames = self._frames
         self._expect_header()
         return frames
+
+    def _some(self, count: int) -> int:
+        if count == 0:
+            raise ConnectionResetError(f"{self.peer} has closed its connection")
+        return count
 
     def _begin(self, got: int) -> None:
         """Once the header is whole, make the frames, of which some or all have come with it."""

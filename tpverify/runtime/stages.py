@@ -30,8 +30,7 @@ class StageClock:
         """By stage, in order. On a GPU the stream must have been waited for."""
         found: dict[str, float] = {}
         for stage, (begin, end) in zip(self._stages[1:], pairwise(self._moments), strict=False):
-            lasted = begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
-            found[stage] = found.get(stage, 0.0) + lasted
+            found[stage] = found.get(stage, 0.0) + _between(begin, end, self._on_gpu)
         return found
 
     def _now(self, index: int) -> None:
@@ -68,5 +67,9 @@ class GraphClock:
         """Of these, the first ones, by default of all. On a GPU the graphs must have been waited for."""
         stages = list(self._moments)[1:] if stages is None else stages
         moments = pairwise(self._moments[name] for name in ("", *stages))
-        lasted = (begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin for begin, end in moments)
-        return dict(zip(stages, lasted, strict=True))
+        return dict(zip(stages, (_between(*two, self._on_gpu) for two in moments), strict=True))
+
+
+def _between(begin: Any, end: Any, on_gpu: bool) -> float:
+    """Seconds."""
+    return begin.elapsed_time(end) / 1e3 if on_gpu else end - begin
