@@ -48,16 +48,9 @@ def test_shares_of_the_deep_step() -> None:
     itself the gather takes longer than it adds: what it does not add is no part of the step. What products, kernel and
     gather take longer together than one by one is theirs."""
     layers = {"step": 12000.0, "all": 11960.0, "gemm": 3000.0, "attention": 8000.0, "gather": 900.0}
-    head = {
-        "step": 60.0,
-        "all": 59.0,
-        "gemm": 61.0,
-        "attention": 20.0,
-        "gather": 21.0,
-        "three": 60.0,
-        "all but gather": 62.0,
-    }
-    layers["three"], layers["all but gather"], plan = 11700.0, 11460.0, {"step": 190.0, "gemm": 2050.0}
+    head = {"step": 60.0, "all": 59.0, "gemm": 61.0, "attention": 20.0, "gather": 21.0, "all but gather": 62.0}
+    layers["three"], layers["all but gather"], head["three"] = 11700.0, 11460.0, 60.0
+    plan = {"step": 190.0, "gemm": 2050.0}
     found = {
         name: {
             "p50_ms": 12.5,
@@ -72,10 +65,8 @@ def test_shares_of_the_deep_step() -> None:
         "plan": 140.0, "head": 20.0, "reply": 200.0,
     }  # fmt: skip
     assert row["other_share"] == pytest.approx(1 - 11790 / 12500)
-    assert row["other_share_alone"] == pytest.approx(1 - 11590 / 12500) and (row["p50_ms"], row["p99_ms"]) == (
-        12.5,
-        13.0,
-    )
+    assert row["other_share_alone"] == pytest.approx(1 - 11590 / 12500)
+    assert (row["p50_ms"], row["p99_ms"]) == (12.5, 13.0)
     assert row["gather"] == {"in_step_us": 500.0, "alone_us": 900.0, "layers": 61, "bytes_a_rank": 32 * 32 * 128 * 2}
 
 

@@ -25,10 +25,9 @@ def test_messages_around_the_size_of_what_goes_in_one_piece(ends: tuple[socket.s
     ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     sender, receiver, draw = Connection("it", ends[0]), Connection("us", ends[1]), random.Random(0)
     for case in range(300):
-        header = 8 * (1 + (count := draw.choice((0, 1, 1, 2, 5, 4096))))
-        total = max(
-            0, draw.choice((0, 100, HEAD_BYTES, 3 * HEAD_BYTES)) + draw.randint(-3, 3) - header * draw.randint(0, 1)
-        )
+        count, around = draw.choice((0, 1, 1, 2, 5, 4096)), draw.choice((0, 100, HEAD_BYTES, 3 * HEAD_BYTES))
+        header = draw.randint(0, 1) * 8 * (1 + count)
+        total = max(0, around + draw.randint(-3, 3) - header)
         cuts = sorted(draw.randint(0, total) for _ in range(count - 1)) if count else []
         raw = draw.randbytes(total)
         frames = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, total], strict=True)] if count else []

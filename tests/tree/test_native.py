@@ -62,10 +62,8 @@ def test_ancestry_is_the_twin(host_library, monkeypatch):
             assert np.flatnonzero(seen[node]).tolist() == sorted(above) and depths[node] == len(above) - 1, case
         twin_depths, twin_words = ancestry(parents)
         assert depths.tolist() == twin_depths and np.array_equal(words, twin_words) and words.shape == twin_words.shape
-        assert (depths.dtype, words.dtype) == (
-            np.int32,
-            np.uint64,
-        ) and not depths.flags.writeable | words.flags.writeable
+        assert (depths.dtype, words.dtype) == (np.int32, np.uint64)
+        assert not depths.flags.writeable and not words.flags.writeable
     wrong = ([0], [-2], [-1, 1], [-1, 0, -1], [-1, 0, 5], [-1, 0, 1, 3], [], [-1] + [0] * 1024)
     for raw in [*(np.array(parents, "<i4").tobytes() for parents in wrong), b"\xff" * 5, b"\xff" * 4097]:
         texts = []
