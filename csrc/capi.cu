@@ -5,7 +5,6 @@
 
 #include "check.h"
 #include "kv/move.h"
-#include "model/merge_heads.h"
 #include "model/rope_cache.h"
 #include "params.h"
 #include "verify/combine.h"
@@ -294,19 +293,4 @@ extern "C" tpv_status tpv_rope_cache(const tpv_rope_cache_params* params) {
   p.nodes = r.nodes, p.shards = r.shards, p.shard_heads = r.shard_heads;
   p.eps = r.eps, p.norm_eps = r.norm_eps;
   return check_cuda("rope and cache kernel", launch_rope_cache(p, static_cast<cudaStream_t>(r.stream)));
-}
-
-extern "C" tpv_status tpv_merge_heads(const tpv_merge_heads_params* params) {
-  TPV_TRY(check_struct(params));
-  const tpv_merge_heads_params& m = *params;
-  TPV_TRY(check_range("heads", m.heads, 1, 65535));
-  TPV_TRY(check_range("nodes", m.nodes, 1, 65535));
-  TPV_TRY(check_range("width", m.width, 8, 1 << 14));
-  TPV_TRY(check_multiple("width", m.width, 8));
-  TPV_TRY(check_aligned("values", m.values, 16));
-  TPV_TRY(check_aligned("merged", m.merged, 16));
-  TPV_TRY(check_device_memory({{"values", m.values}, {"merged", m.merged}}));
-
-  const MergeHeadsParams p = {static_cast<const uint4*>(m.values), static_cast<uint4*>(m.merged), m.heads, m.nodes, m.width / 8};
-  return check_cuda("merge heads kernel", launch_merge_heads(p, static_cast<cudaStream_t>(m.stream)));
 }

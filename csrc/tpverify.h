@@ -350,7 +350,7 @@ TPV_API tpv_status tpv_move_rows(const tpv_move_rows_params* params);
 
 /* ---- Between the products of an MLA layer (libtpverify_cuda.so) --------------------------------------------------- */
 
-/* bfloat16, sums in fp32; one launch on `stream` each, nothing is allocated or synchronised. A row's bits depend on that
+/* bfloat16, sums in fp32; one launch on `stream`, nothing is allocated or synchronised. A row's bits depend on that
  * row alone. Arrays are dense where no stride is given; widths are multiples of 8, and arrays 16-byte aligned.
  *
  * A norm is a row's scale here: its weights are the next matrix's, and a scale can wait until after a product. */
@@ -380,18 +380,6 @@ typedef struct tpv_rope_cache_params {
 } tpv_rope_cache_params;
 
 TPV_API tpv_status tpv_rope_cache(const tpv_rope_cache_params* params);
-
-/* merged[node, head] = values[head, node]. */
-typedef struct tpv_merge_heads_params {
-    uint64_t struct_size;
-    void* stream;
-    const void* values; /* [heads, nodes, width] */
-    void* merged;       /* out [nodes, heads, width] */
-    int32_t heads, nodes, width;
-    int32_t reserved;   /* 0 */
-} tpv_merge_heads_params;
-
-TPV_API tpv_status tpv_merge_heads(const tpv_merge_heads_params* params);
 
 #ifdef __cplusplus
 }

@@ -228,7 +228,6 @@ MIRRORS = {
     "tpv_verify_run_params": cuda.VerifyRunParams,
     "tpv_move_rows_params": cuda.MoveRowsParams,
     "tpv_rope_cache_params": cuda.RopeCacheParams,
-    "tpv_merge_heads_params": cuda.MergeHeadsParams,
 }
 
 

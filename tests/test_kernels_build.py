@@ -63,7 +63,7 @@ def test_kernels_fit_both_architectures(traits, tmp_path, capsys):
     flash = [f"verify/flash_{rows}.cu" for rows in FLASH]
     ladder = ["verify/naive.cu", "verify/flash_fp32.cu"]
     sources = ["verify/fetch.cu", "verify/planner.cu", "verify/combine.cu", "kv/move.cu", *ladder, *flash]
-    sources += ["model/rope_cache.cu", "model/merge_heads.cu"]
+    sources += ["model/rope_cache.cu"]
     jobs = [(source, arch) for source in sources for arch in ARCHS]
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda job: compile_kernel(*job, tmp_path), jobs))

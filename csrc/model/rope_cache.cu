@@ -3,8 +3,8 @@
 // rows that are in the L2: that is cheaper than a kernel more.
 #include "rope_cache.h"
 
+#include "common/dependent.h"
 #include "common/ptx.cuh"
-#include "dependent.cuh"
 
 namespace tpv {
 namespace {
@@ -77,7 +77,7 @@ __device__ __forceinline__ float2 block_sum(float a, float b) {
 }
 
 __global__ void __launch_bounds__(kThreads) rope_cache_kernel(const __grid_constant__ RopeCacheParams p) {
-  wait_for_previous();
+  cudaGridDependencySynchronize();
   const int node = blockIdx.x;
   const bool latent = blockIdx.y == gridDim.y - 1;
   const int head_vectors = p.nope_width + kRopeVectors;

@@ -8,6 +8,7 @@
 
 #include <cmath>
 
+#include "../common/dependent.h"
 #include "../common/ptx.cuh"
 #include "combine.h"
 #include "heads.cuh"
@@ -160,25 +161,11 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) combine_kernel(const __g
   cudaGridDependencySynchronize();  // whoever comes after this kernel may rely on the flash kernel's end
 }
 
-template <int ROWS>
-cudaError_t launch(const VerifyParams& params, int multiprocessors, cudaStream_t stream) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = kBlocks * multiprocessors, config.blockDim = 32 * kWarps;
-  config.stream = stream, config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, combine_kernel<ROWS>, params);
-}
-
 }  // namespace
 
 cudaError_t launch_combine(const VerifyParams& params, int tile_rows, int multiprocessors, cudaStream_t stream) {
-  switch (tile_rows) {
-    case 16: return launch<16>(params, multiprocessors, stream);
-    case 32: return launch<32>(params, multiprocessors, stream);
-    default: return launch<64>(params, multiprocessors, stream);
-  }
+  const auto kernel = tile_rows == 16 ? combine_kernel<16> : tile_rows == 32 ? combine_kernel<32> : combine_kernel<64>;
+  return launch_dependent(kernel, kBlocks * multiprocessors, 32 * kWarps, params, stream);
 }
 
 }  // namespace tpv

@@ -63,12 +63,6 @@ static tpv_rope_cache_params good_rope(char* memory) {
     return p;
 }
 
-static tpv_merge_heads_params good_merge(char* memory) {
-    tpv_merge_heads_params p = {0};
-    p.struct_size = sizeof p, p.values = memory, p.merged = memory, p.heads = 1, p.nodes = 1, p.width = 128;
-    return p;
-}
-
 static tpv_fetch_params good_fetch(char* memory, const void* source) {
     tpv_fetch_params p = {0};
     p.struct_size = sizeof p, p.source = source, p.target = memory, p.capacity = 4;
@@ -82,7 +76,6 @@ static tpv_fetch_params good_fetch(char* memory, const void* source) {
 #define FP32(change, message) REFUSE(tpv_verify_run_params, fp32, tpv_verify_run, change, message)
 #define MOVE(change, message) REFUSE(tpv_move_rows_params, move, tpv_move_rows, change, message)
 #define ROPE(change, message) REFUSE(tpv_rope_cache_params, rope, tpv_rope_cache, change, message)
-#define MERGE(change, message) REFUSE(tpv_merge_heads_params, merge, tpv_merge_heads, change, message)
 
 void check_arguments(void) {
     static _Alignas(256) char host[1 << 20];
@@ -93,7 +86,6 @@ void check_arguments(void) {
     const tpv_verify_run_params fp32 = good_run(TPV_FLASH_FP32, host, NULL, 0);
     const tpv_move_rows_params move = good_move(host);
     const tpv_rope_cache_params rope = good_rope(host);
-    const tpv_merge_heads_params merge = good_merge(host);
     size.struct_size = sizeof size, size.split = split;
     size.max_batch = 2, size.max_nodes = 16, size.max_tokens = 64;
 
@@ -103,7 +95,6 @@ void check_arguments(void) {
     expect_refused(tpv_verify_run(NULL), "params: expected a struct, got NULL");
     expect_refused(tpv_move_rows(NULL), "params: expected a struct, got NULL");
     expect_refused(tpv_rope_cache(NULL), "params: expected a struct, got NULL");
-    expect_refused(tpv_merge_heads(NULL), "params: expected a struct, got NULL");
     SIZE(p.struct_size = 0, "struct_size: expected ");
     PLAN(--p.struct_size, "struct_size: expected ");
     RUN(++p.struct_size, "struct_size: expected ");
@@ -192,13 +183,6 @@ void check_arguments(void) {
     ROPE(p.nope = host + 8, "nope: expected device memory aligned to 16 bytes");
     ROPE(p.q = NULL, "q: expected device memory aligned to 16 bytes");
     ROPE(p.pool = host + 4, "pool: expected device memory aligned to 16 bytes");
-    MERGE(++p.struct_size, "struct_size: expected ");
-    MERGE(p.heads = 0, "heads: expected 1..65535, got 0");
-    MERGE(p.nodes = 65536, "nodes: expected 1..65535, got 65536");
-    MERGE(p.width = 100, "width: expected a multiple of 8, got 100");
-    MERGE(p.width = 0, "width: expected 8..");
-    MERGE(p.values = host + 8, "values: expected device memory aligned to 16 bytes");
-    MERGE(p.merged = NULL, "merged: expected device memory aligned to 16 bytes");
 
     /* Nothing left to refuse but the memory, or the lack of a device. */
     expect(tpv_fetch(&fetch) != TPV_OK, "a fetch into host memory went through");
@@ -206,7 +190,6 @@ void check_arguments(void) {
     expect(tpv_verify_run(&run) != TPV_OK, "a run on host memory went through");
     expect(tpv_move_rows(&move) != TPV_OK, "a move in host memory went through");
     expect(tpv_rope_cache(&rope) != TPV_OK, "rows in host memory went through");
-    expect(tpv_merge_heads(&merge) != TPV_OK, "values in host memory went through");
     expect(strlen(tpv_last_error()) > 0, "no message");
     printf("%d wrong arguments refused; then: %s\n", refused, tpv_last_error());
 }
@@ -220,7 +203,6 @@ void check_device_pointers(void) {
     tpv_verify_run_params run, fp32;
     tpv_move_rows_params move = good_move(device);
     tpv_rope_cache_params rope = good_rope(device);
-    tpv_merge_heads_params merge = good_merge(device);
     char* workspace;
     size.struct_size = sizeof size, size.split = split;
     size.max_batch = 2, size.max_nodes = 16, size.max_tokens = 64;
@@ -265,7 +247,5 @@ void check_device_pointers(void) {
     ROPE(p.nope = host, ON_HOST(nope));
     ROPE(p.q = host, ON_HOST(q));
     ROPE(p.pool = host, ON_HOST(pool));
-    MERGE(p.values = host, ON_HOST(values));
-    MERGE(p.merged = host, ON_HOST(merged));
     printf("%d pointers and workspaces refused\n", refused);
 }

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tpverify.model.checkpoint import ModelConfig
 from tpverify.model.mla import NORM_EPS
-from tpverify.ops.mla import merge_heads
 
 VIRTUAL_SHARDS = 8
 
@@ -143,14 +142,13 @@ class GpuLayer:
         """x float32 [n, hidden] -> the same after the layer; turns complex [n, rope_dim / 2]."""
         eps = self.config.rms_norm_eps
         values = all_shards(self._attention(rms_norm(x, self.input_norm, eps).to(self.kv_a.dtype), turns, attend))
-        attended = values.new_empty(len(x), len(values), values.shape[2])
-        merge_heads(values, attended)
-        x = x + attended.flatten(1) @ self.o_proj
+        x = x + values.flatten(0, 1).t() @ self.o_proj
         gate, up = (rms_norm(x, self.post_attention_norm, eps).to(values.dtype) @ self.gate_up).chunk(2, dim=1)
         return x + (F.silu(gate) * up) @ self.down
 
     def _attention(self, x: Tensor, turns: Tensor, attend: Callable[[Tensor, Tensor, Tensor], None]) -> Tensor:
-        """[n, hidden] -> values [own shards, n, heads of a shard x v_head_dim]."""
+        """[n, hidden] -> values [own shards, heads of a shard x v_head_dim, n]: of all shards, its axes swapped, that
+        is the output projection's input as it lies."""
         c, n, shards, heads = self.config, len(x), self.shards, self.heads
         source = x
         if self.q_a is not None:
@@ -172,8 +170,8 @@ class GpuLayer:
 
         out = x.new_empty(shards, heads, n, c.kv_lora_rank)
         attend(rows, q.flatten(0, 1).transpose(0, 1), out.flatten(0, 1).transpose(0, 1))
-        values = x.new_empty(shards, n, heads * c.v_head_dim)
-        by_head = values.unflatten(2, (heads, -1)).transpose(1, 2)
+        values = x.new_empty(shards, heads * c.v_head_dim, n)
+        by_head = values.unflatten(1, (heads, -1)).transpose(2, 3)
         with self.side.beside(lambda shard: torch.bmm(out[shard], self.w_uv[shard], out=by_head[shard])):
             pass
         return values

@@ -85,13 +85,6 @@ class RopeCacheParams(ctypes.Structure):
     ]  # fmt: skip
 
 
-class MergeHeadsParams(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", _u64), ("stream", _ptr), ("values", _ptr), ("merged", _ptr), ("heads", _i32), ("nodes", _i32),
-        ("width", _i32), ("reserved", _i32),
-    ]  # fmt: skip
-
-
 FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tpv_verify_workspace_size": VerifyWorkspaceParams,
     "tpv_fetch": FetchParams,
@@ -99,7 +92,6 @@ FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tpv_verify_run": VerifyRunParams,
     "tpv_move_rows": MoveRowsParams,
     "tpv_rope_cache": RopeCacheParams,
-    "tpv_merge_heads": MergeHeadsParams,
 }
 
 

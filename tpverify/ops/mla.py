@@ -1,6 +1,6 @@
-"""What lies between the products of an MLA layer: norms, rotation, the latent rows' way into the pool, heads merged.
+"""What lies between the products of an MLA layer: norms, rotation, the latent rows' way into the pool.
 
-Each is one operator to torch.compile, one kernel on a GPU, in bfloat16, and a few calls of torch on a CPU.
+One operator to torch.compile, one kernel on a GPU, in bfloat16, and a few calls of torch on a CPU.
 """
 
 import torch
@@ -50,16 +50,6 @@ def rope_cache(
             raise ArgumentError(name, f"{shape} on {x.device}", f"{tuple(tensor.shape)} on {tensor.device}")
     call = _rope_cache_operator if torch.compiler.is_compiling() else _rope_cache
     call(x, down, queries, rotation, slots, nope, q, pool, eps, norm_eps)
-
-
-@torch.no_grad()
-def merge_heads(values: Tensor, merged: Tensor) -> None:
-    """values [heads, n, width] -> merged [n, heads, width]. Raises ArgumentError as rope_cache."""
-    heads, n, width = values.shape
-    if tuple(merged.shape) != (n, heads, width) or merged.device != values.device:
-        expected = f"{(n, heads, width)} on {values.device}"
-        raise ArgumentError("merged", expected, f"{tuple(merged.shape)} on {merged.device}")
-    (_merge_heads_operator if torch.compiler.is_compiling() else _merge_heads)(values, merged)
 
 
 def _rope_cache(
@@ -123,33 +113,10 @@ def _rope_cache(
     pool[slots] = torch.cat([latent.float(), key], 1).to(pool.dtype)
 
 
-def _merge_heads(values: Tensor, merged: Tensor) -> None:
-    if values.is_cuda:
-        _check_kernel_takes({"values": values, "merged": merged})
-        heads, nodes, width = values.shape
-        with torch.cuda.device(values.device):
-            params = cuda.MergeHeadsParams(
-                stream=torch.cuda.current_stream().cuda_stream,
-                values=values.data_ptr(),
-                merged=merged.data_ptr(),
-                heads=heads,
-                nodes=nodes,
-                width=width,
-            )
-            cuda.call("tpv_merge_heads", params)
-    else:
-        merged.copy_(values.transpose(0, 1))
-
-
 _rope_cache_operator = torch.library.custom_op("tpverify::rope_cache", _rope_cache, mutates_args=("nope", "q", "pool"))
-_merge_heads_operator = torch.library.custom_op("tpverify::merge_heads", _merge_heads, mutates_args=("merged",))
 
 
 @_rope_cache_operator.register_fake
-def _(*_: object) -> None: ...
-
-
-@_merge_heads_operator.register_fake
 def _(*_: object) -> None: ...
 
 

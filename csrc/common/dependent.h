@@ -1,12 +1,9 @@
 // Kernels that start while the one before them in the stream comes to its end (programmatic dependent launch): of a short
-// kernel's time, most would be its launch.
+// kernel's time, most would be its launch. Until cudaGridDependencySynchronize such a kernel reads nothing of what came before.
 #pragma once
 #include <cuda_runtime.h>
 
 namespace tpv {
-
-// Until what came before in the stream is done, and its results can be read. Before this a kernel reads nothing.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 template <typename Params>
 cudaError_t launch_dependent(void (*kernel)(Params), dim3 grid, int threads, const Params& params, cudaStream_t stream) {
