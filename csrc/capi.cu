@@ -170,7 +170,8 @@ extern "C" tpv_status tpv_fetch(const tpv_fetch_params* params) {
   const tpv_fetch_params& f = *params;
   TPV_TRY(check_range("capacity", f.capacity, 1, INT32_MAX));
   TPV_TRY(check_aligned("target", f.target, 16));
-  if (f.source == nullptr) return fail(TPV_INVALID_ARGUMENT, "source: expected page-locked memory of the host, got NULL");
+  if (f.source == nullptr || reinterpret_cast<uintptr_t>(f.source) % alignof(tpv_fetch_source))
+    return fail(TPV_INVALID_ARGUMENT, "source: expected page-locked memory of the host, aligned to 8 bytes, got %p", f.source);
   TPV_TRY(check_device_memory({{"target", f.target}}));
   TPV_TRY(check_locked_memory("source", f.source));
   const FetchParams p = {reinterpret_cast<const FetchSource*>(f.source), static_cast<uint4*>(f.target), f.capacity};
@@ -187,6 +188,11 @@ extern "C" tpv_status tpv_verify_plan(const tpv_verify_plan_params* params) {
   int multiprocessors;
   TPV_TRY(count_multiprocessors(multiprocessors));
   TPV_TRY(check_workspace(s, params->requests, params->workspace_bytes, multiprocessors));
+  for (int rows = 16; rows <= 64 && params->split_tile_rows; rows *= 2) {
+    tpv_verify_split any = s;
+    any.split_tile_rows = rows;
+    TPV_TRY(check_workspace(any, params->requests, params->workspace_bytes, multiprocessors));
+  }
   TPV_TRY(check_tables(params->requests));
   TPV_TRY(check_device_memory({{"workspace", params->workspace}}));
   if (params->split_tile_rows) TPV_TRY(check_device_memory({{"split_tile_rows", params->split_tile_rows}}));

@@ -295,7 +295,8 @@ typedef struct tpv_verify_plan_params {
     void* workspace;  /* 256-byte aligned */
     uint64_t workspace_bytes;  /* at least what tpv_verify_workspace_size says for the requests' limits */
     void* stream;
-    const int32_t* split_tile_rows; /* what takes split's place, read with the tables; NULL for split's own */
+    const int32_t* split_tile_rows; /* what takes split's place, read with the tables: the workspace has to be large enough
+                                       for 16, 32 and 64. NULL for split's own */
 } tpv_verify_plan_params;
 
 TPV_API tpv_status tpv_verify_plan(const tpv_verify_plan_params* params);

@@ -113,7 +113,8 @@ void check_arguments(void) {
     FETCH(p.struct_size = 0, "struct_size: expected ");
     FETCH(p.capacity = 0, "capacity: expected 1..");
     FETCH(p.target = host + 8, "target: expected device memory aligned to 16 bytes");
-    FETCH(p.source = NULL, "source: expected page-locked memory of the host, got NULL");
+    FETCH(p.source = NULL, "source: expected page-locked memory of the host, aligned to 8 bytes, got ");
+    FETCH(p.source = (void*)(host + 4), "source: expected page-locked memory of the host, aligned to 8 bytes, got ");
 
     PLAN(p.split_tile_rows = (int32_t*)(host + 2), "split_tile_rows: expected device memory aligned to 4 bytes");
     PLAN(p.requests.batch = 0, "batch: expected 1..4096");

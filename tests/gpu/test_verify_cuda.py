@@ -252,6 +252,37 @@ def test_a_graph_that_fetches_has_the_bits_of_plain_calls():
         assert torch.equal(out[: case.nodes], expected) and torch.equal(lse[: case.nodes], expected_lse)
 
 
+def test_what_is_staged_has_the_checks_of_what_is_updated():
+    """More nodes than q has rows would be read and written beyond it; a tile is kept from the capture on."""
+    plan = VerifyPlan(MlaGeometry(8), max_batch=2, max_nodes=64, max_tokens=70000, device="cuda")
+    large, small = Case([(3000, 64)], 8), Case([(40, 2)], 8)
+    out, lse = torch.empty(64, 8, 512, device="cuda").bfloat16(), torch.empty(64, 8, device="cuda")
+    plan.stage(on_host(large.requests))
+    plan.fetch()
+    with pytest.raises(ArgumentError, match="^q: expected .64, 8, 576."):
+        plan.run(large.q[:32], large.pool, out[:32], lse[:32], SCALE)
+    plan.run(large.q, large.pool, out, lse, SCALE)
+    large.check(out, lse)
+    torch.cuda.synchronize()
+    plan.stage(on_host(small.requests))
+    plan.fetch()
+    plan.run(small.q, small.pool, out[:2], lse[:2], SCALE)
+    small.check(out[:2], lse[:2])
+
+    graph = torch.cuda.CUDAGraph()
+    plan.update(small.requests)
+    with torch.cuda.graph(graph):
+        plan.fetch()
+        with pytest.raises(RuntimeError, match="capture its fetch, then stage"):
+            plan.update(small.requests)
+    plan.update(large.requests)  # for which it would have another tile
+    torch.cuda.synchronize()
+    plan.stage(on_host(large.requests))
+    graph.replay()
+    plan.run(large.q, large.pool, out, lse, SCALE)
+    large.check(out, lse)
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["one plan", "plans of one call"])
 def test_tables_of_steps_that_nobody_waits_for(kept):
     """All enqueued behind a GPU that is busy: host memory is filled again only when it has been fetched, also that of

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tpverify.errors import ArgumentError
 from tpverify.ops.staging import RING_BUFFERS, Request, RequestTables, Staged, StagingRing
 from tpverify.tree import DraftTree
 
@@ -154,13 +155,33 @@ def test_a_buffer_is_waited_for_only_when_its_turn_comes_again():
             assert [event.waits for event in ring.events] == [1] * (oldest + 1) + [0] * (RING_BUFFERS - oldest - 1)
 
 
-def test_a_turn_that_fails_is_no_fetch():
+def test_a_turn_that_fails_is_waited_for_too():
+    """Perhaps after the fetch was enqueued."""
     ring = Ring()
     with pytest.raises(MemoryError), ring.turn():
         raise MemoryError
-    assert not any(event.pending for event in ring.events)
+    assert [event.pending for event in ring.events] == [True] + [False] * (RING_BUFFERS - 1)
     with ring.turn():
         pass
+
+
+@pytest.mark.parametrize("lengths", [[(30, 5)] * 3, [(200, 10), (0, 1)], [(5000, 1)]])
+def test_requests_beyond_the_limits_are_refused(lengths):
+    """And what was staged stays."""
+    rng, staged, tables = random.Random(0), Staged(on_cpu), RequestTables(2, 10, 90, CPU)
+    good = [random_request(rng, 40, 10)]
+    upload(tables, staged, [good[0][0]])
+    with pytest.raises(ArgumentError, match="^requests: expected at most 2, with tables of"):
+        tables.write(staged, [random_request(rng, *length)[0] for length in lengths], 16)
+    tables.buffer[: len(fetched(staged))] = torch.from_numpy(fetched(staged))
+    check(tables, 2, good)
+
+
+def test_words_of_another_byte_order():
+    rng, staged, tables = random.Random(1), Staged(on_cpu), RequestTables(1, 70, 90, CPU)
+    request, parents = random_request(rng, 20, 70)
+    upload(tables, staged, [Request(request.prefix, request.tree, request.words.astype(">u8"), request.depths)])
+    check(tables, 1, [(request, parents)])
 
 
 def test_a_turn_is_one_thread_s():

@@ -131,9 +131,12 @@ def choose_tile_rows(lengths: Sequence[tuple[int, int]], heads: int, multiproces
     return 32 if tiles < (20 if rows <= 64 else 15) else 64
 
 
-@functools.cache
+_rings: dict[torch.device, StagingRing] = {}
+
+
 def _ring(device: torch.device) -> StagingRing:
-    return StagingRing()
+    found = _rings.get(device)
+    return found if found is not None else _rings.setdefault(device, StagingRing())  # of two threads' the first
 
 
 def _lengths(requests: Sequence[Request]) -> list[tuple[int, int]]:
@@ -171,7 +174,7 @@ class CudaPlan:
         self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
         self._tables = RequestTables(max_batch, max_nodes, max_tokens, device)
         self._requests = VerifyRequests(*self._tables.pointers(), max_batch, max_nodes, max_tokens)
-        self._tile_rows = TILE_ROWS[0]
+        self._tile_rows, self._captured = TILE_ROWS[0], False  # a captured kernel keeps its tile
         self._captured_nodes: int | None = None
 
     def _split_of(self, tile_rows: int, split_tile_rows: int) -> VerifySplit:
@@ -185,9 +188,12 @@ class CudaPlan:
 
     def update(self, requests: Sequence[Request]) -> None:
         """Enqueue the fetch of the tables, and the plan, on the current stream. Raises ArgumentError, and changes
-        nothing, for more nodes than a captured run has rows for."""
+        nothing, for more nodes than a captured run has rows for; RuntimeError in a capture, whose replays would fetch
+        from a buffer that is others' by then."""
         self._require_room(requests)
-        if self._captured_nodes is None:
+        if self._capturing():
+            raise RuntimeError("a plan cannot be updated while a CUDA graph is captured: capture its fetch, then stage")
+        if not self._captured:
             self._tile_rows = choose_tile_rows(_lengths(requests), self.heads, self._multiprocessors)
         with torch.cuda.device(self.device):
             with _ring(self.device).turn() as staged:
@@ -205,7 +211,11 @@ class CudaPlan:
 
     def fetch(self) -> None:
         with torch.cuda.device(self.device):
+            self._captured |= self._capturing()
             self._fetch(self._staged)
+
+    def _capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     @functools.cached_property
     def _staged(self) -> Staged:
@@ -246,8 +256,8 @@ class CudaPlan:
         if not len(out):
             return
         with torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():
-                self._captured_nodes = min(len(out), self._captured_nodes or len(out))
+            if self._capturing():
+                self._captured, self._captured_nodes = True, min(len(out), self._captured_nodes or len(out))
             params = VerifyRunParams(
                 **self._common(),
                 kernel=KERNELS[self.kernel],

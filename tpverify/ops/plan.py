@@ -98,11 +98,13 @@ class VerifyPlan:
         if self._cuda:
             self._cuda.stage(requests)
         else:
-            self.take(requests)
+            self._plans = plan_reference(requests, self.geometry.num_heads)
+        self._nodes, self._top_slot = sum(request.nodes for request in requests), -1
 
     def fetch(self) -> None:
         """Enqueue the fetch of what `stage` wrote last, and the plan: once a step, before its layers' `run`. May be
-        captured, after a first call outside of a capture; a replay fetches what is staged then."""
+        captured, after a first call outside of a capture; a replay fetches what is staged then. `update` and `take` may
+        not: RuntimeError."""
         if self._cuda:
             self._cuda.fetch()
 

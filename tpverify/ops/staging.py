@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tpverify.errors import ArgumentError
+
 RING_BUFFERS = 8  # updates that may be under way before one waits for an earlier one's tables to be fetched
 SMALLEST = 1 << 12  # int32 values of a host buffer, which grows by doubling
 VECTOR = 4  # int32 values that are fetched at once
@@ -75,8 +77,10 @@ class StagingRing:
         with self._lock:
             at, self._at = self._at, (self._at + 1) % RING_BUFFERS
             self._fetched[at].synchronize()
-            yield self._buffers[at]
-            self._fetched[at].record()
+            try:
+                yield self._buffers[at]
+            finally:  # what fails may have enqueued it
+                self._fetched[at].record()
 
 
 class RequestTables:
@@ -99,6 +103,7 @@ class RequestTables:
 
     def write(self, staged: Staged, requests: Sequence[Request], split_tile_rows: int) -> list[tuple[slice, Tensor]]:
         """Fill `staged`, to be fetched into `buffer`. Returns where in the buffer slots belong that are on the GPU.
+        Raises ArgumentError, and leaves `staged` as it is, for requests beyond the tables' limits.
 
         This is on the way of every step: a few calls of numpy and none of torch, for slots in numpy's hands.
         """
@@ -115,8 +120,11 @@ class RequestTables:
                     part = np.empty(len(part), np.int32)
                 slots.append(part)
                 slot += len(part)
-            words.append(np.ascontiguousarray(request.words).reshape(-1).view(np.int32))
+            words.append(np.ascontiguousarray(request.words, np.uint64).reshape(-1).view(np.int32))
             node, word = node + nodes, word + request.words.size
+        if len(requests) > self._max_batch or slot > len(self.buffer):
+            limits = f"at most {self._max_batch}, with tables of {len(self.buffer)} values"
+            raise ArgumentError("requests", limits, f"{len(requests)}, with {slot}")
         rows += [(0,) * 5] * (self._max_batch - len(requests))  # requests without nodes
         counts = [split_tile_rows, *(count for column in zip(*rows, strict=True) for count in column)]
         counts += [0] * (len(counts) % 2)
