@@ -174,7 +174,7 @@ extern "C" tpv_status tpv_fetch(const tpv_fetch_params* params) {
     return fail(TPV_INVALID_ARGUMENT, "source: expected page-locked memory of the host, aligned to 8 bytes, got %p", f.source);
   TPV_TRY(check_device_memory({{"target", f.target}}));
   TPV_TRY(check_locked_memory("source", f.source));
-  const FetchParams p = {reinterpret_cast<const FetchSource*>(f.source), static_cast<uint4*>(f.target), f.capacity};
+  const FetchParams p = {f.source, static_cast<uint4*>(f.target), f.capacity};
   return check_cuda("fetch kernel", launch_fetch(p, static_cast<cudaStream_t>(f.stream)));
 }
 

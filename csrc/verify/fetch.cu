@@ -9,7 +9,7 @@ constexpr int kThreads = 128, kBlocks = 64;  // a vector each: the slots of 32,7
 
 __global__ void __launch_bounds__(kThreads) fetch_kernel(const __grid_constant__ FetchParams p) {
   // Plain loads: what the host wrote before the launch is seen, and a warp's go over PCIe together. Volatile ones do not.
-  const uint4* values = p.source->values;
+  const auto* values = static_cast<const uint4*>(p.source->values);
   const int64_t vectors = min(p.source->vectors, p.capacity);
 #pragma unroll 4
   for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < vectors; i += kBlocks * kThreads) p.target[i] = values[i];

@@ -2,18 +2,12 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include <cstdint>
+#include "../tpverify.h"
 
 namespace tpv {
 
-// In page-locked memory of the host: where the values lie now, and how many there are.
-struct FetchSource {
-  const uint4* values;
-  int64_t vectors;  // of 16 bytes
-};
-
 struct FetchParams {
-  const FetchSource* source;
+  const tpv_fetch_source* source;
   uint4* target;
   int64_t capacity;  // vectors; more are not written
 };

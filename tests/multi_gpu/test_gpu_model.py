@@ -75,9 +75,14 @@ def test_auto_takes_the_gpu_and_tokens_pass(one_ray: None) -> None:
 def test_the_command_proves_what_it_prints() -> None:
     command = [sys.executable, "-m", "tpverify", "generate", "--device", "cuda", "--compare", "--tp", "2"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
-    command += ["--oversubscribe", "--max-new-tokens", "32", "--json"]
+    command += ["--oversubscribe", "--max-new-tokens", "32"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    *_, greedy, sampled, tp = done.stdout.splitlines()
+    assert greedy.startswith("greedy tokens scored again in float32: yes (")
+    assert sampled.startswith("sampled tokens scored again in float32: yes (")
+    assert tp == "equal across tp 1, 2: yes"
+    done = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, timeout=300)
     found = json.loads(done.stdout)
     assert found["device"] == "cuda" and found["equal"] is True and found["differences"]["tp"] == []
     assert len(found["scores"]) == 12 and all(row["ok"] for row in found["scores"])
