@@ -26,6 +26,7 @@ MARKERS = "<!-- measured: {} -->", "<!-- end -->"
 QUOTED = re.compile(r"<!-- measured: ([\w-]+) -->\n(.*?)<!-- end -->", re.S)
 OF_RANKS = re.compile(r"-x\d+$")  # the names of files of several GPUs, which are suite_ranks.py's
 CPU_ONLY = {"csrc": ("host",), "tpverify/ops": ("host.py", "dense.py", "gemm.py", "reference.py")}
+GPU_TESTS = "tests/gpu", "tests/c_abi"
 LARGEST_ERROR = 4e-3  # relative, against float64: twice what plain bf16 rounding makes of these shapes
 SECTIONS = {
     "gpu": dict, "toolkit": str, "cubins": dict, "sources": dict, "tests": dict, "sass": dict, "peers": dict,
@@ -68,7 +69,7 @@ def fresh_cubins() -> tuple[str | None, dict[str, dict[str, str]]]:
 
 def gpu_tests() -> set[str]:
     """Names of the test functions that a GPU suite has to have run."""
-    files = (ROOT / "tests/gpu").glob("test_*.py")
+    files = (path for folder in GPU_TESTS for path in (ROOT / folder).glob("test_*.py"))
     marked = [text for text in (path.read_text() for path in files) if "pytest.mark.gpu" in text]
     return {name for text in marked for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
 

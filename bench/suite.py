@@ -33,7 +33,7 @@ def main() -> int:
             "cubins": hashes,
             "sources": evidence.sources(),
             "sass": cubins.tile_loops(library, folder),
-            "tests": runs.outcomes(runs.tests(environment, folder, ["tests/gpu", "-m", "gpu"])),
+            "tests": runs.outcomes(runs.tests(environment, folder, [*evidence.GPU_TESTS, "-m", "gpu"])),
             **runs.bench(environment, "bench_verify.py"),
         }
         print(evidence.write(found, args.results))

@@ -205,10 +205,15 @@ void check_device_pointers(void) {
     tpv_move_rows_params move = good_move(device);
     tpv_rope_cache_params rope = good_rope(device);
     char* workspace;
+    uint64_t enough = 0; /* for any tile */
     size.struct_size = sizeof size, size.split = split;
     size.max_batch = 2, size.max_nodes = 16, size.max_tokens = 64;
-    expect(tpv_verify_workspace_size(&size) == TPV_OK, "workspace size: %s", tpv_last_error());
-    workspace = device_memory(size.bytes);
+    for (size.split.split_tile_rows = 64; size.split.split_tile_rows >= 16; size.split.split_tile_rows /= 2) {
+        expect(tpv_verify_workspace_size(&size) == TPV_OK, "workspace size: %s", tpv_last_error());
+        enough = size.bytes > enough ? size.bytes : enough;
+    }
+    expect(size.bytes < enough, "a workspace for 16 rows, %llu bytes, is enough for any tile", (unsigned long long)size.bytes);
+    workspace = device_memory(enough);
     plan = good_plan(device, workspace, size.bytes), run = good_run(TPV_FLASH, device, workspace, size.bytes);
     fp32 = good_run(TPV_FLASH_FP32, device, NULL, 0);
     refused = 0;
@@ -220,6 +225,8 @@ void check_device_pointers(void) {
     FETCH(p.target = host, ON_HOST(target));
     FETCH(p.source = (void*)host, "source: expected page-locked memory of the host, got other host memory");
     FETCH(p.source = (void*)device, "source: expected page-locked memory of the host, got device memory");
+    PLAN(p.split_tile_rows = (int32_t*)device, "workspace_bytes: expected at least "); /* enough for 16 rows alone */
+    plan.workspace_bytes = enough;
     PLAN(p.split_tile_rows = (int32_t*)host, ON_HOST(split_tile_rows));
     PLAN(p.workspace = host, ON_HOST(workspace));
     PLAN(p.requests.slots = (int32_t*)host, ON_HOST(slots));

@@ -259,7 +259,7 @@ def test_what_is_staged_has_the_checks_of_what_is_updated():
     out, lse = torch.empty(64, 8, 512, device="cuda").bfloat16(), torch.empty(64, 8, device="cuda")
     plan.stage(on_host(large.requests))
     plan.fetch()
-    with pytest.raises(ArgumentError, match="^q: expected .64, 8, 576."):
+    with pytest.raises(ArgumentError, match="^q: expected torch.bfloat16 .64, 8, 576."):
         plan.run(large.q[:32], large.pool, out[:32], lse[:32], SCALE)
     plan.run(large.q, large.pool, out, lse, SCALE)
     large.check(out, lse)
