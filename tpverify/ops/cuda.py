@@ -190,9 +190,8 @@ class CudaPlan:
         """Enqueue the fetch of the tables, and the plan, on the current stream. Raises ArgumentError, and changes
         nothing, for more nodes than a captured run has rows for; RuntimeError in a capture, whose replays would fetch
         from a buffer that is others' by then."""
+        self.require_no_capture()
         self._require_room(requests)
-        if self._capturing():
-            raise RuntimeError("a plan cannot be updated while a CUDA graph is captured: capture its fetch, then stage")
         if not self._captured:
             self._tile_rows = choose_tile_rows(_lengths(requests), self.heads, self._multiprocessors)
         with torch.cuda.device(self.device):
@@ -201,6 +200,10 @@ class CudaPlan:
                 self._fetch(staged)
             for part, slots in there:
                 self._tables.buffer[part] = slots
+
+    def require_no_capture(self) -> None:
+        if self._capturing():
+            raise RuntimeError("a plan cannot be updated while a CUDA graph is captured: capture its fetch, then stage")
 
     def stage(self, requests: Sequence[Request]) -> None:
         """The same for `fetch`: nothing is enqueued."""

@@ -72,6 +72,8 @@ class VerifyPlan:
 
     def update(self, requests: Sequence[VerifyRequest]) -> None:
         """Take the requests of the next step. Raises ArgumentError, and keeps the earlier ones, if they do not fit."""
+        if self._cuda:
+            self._cuda.require_no_capture()  # reading slots of a GPU would end the capture
         checked = check_requests(requests, ANY_POOL)
         if len(checked) > self.max_batch:
             raise ArgumentError("requests", f"at most {self.max_batch}", len(checked))
