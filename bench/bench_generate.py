@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ending import end
+
 from tpverify.runtime.engine import Engine
 from tpverify.runtime.ranks import RankGroup
 
@@ -117,4 +119,4 @@ def ratio(rows: list[dict[str, Any]], other: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from ending import end
 
 from tpverify.kv.log import Entry, KvLog, Replica
 from tpverify.kv.slots import FreeSlots
@@ -202,4 +203,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

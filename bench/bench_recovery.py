@@ -13,6 +13,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from ending import end
+
 from tpverify.runtime.engine import Engine
 
 TEXT = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:20])
@@ -57,4 +59,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ending import end
 from stack_step import stack_step
 from stage_table import measured, table
 
@@ -106,7 +107,8 @@ def main() -> None:
     args = parser.parse_args()
     with cluster.session():
         gpus = 0 if args.device == "cpu" else cluster.this_node().gpus
-        rows = rows_of(args.ranks or min(gpus, MOST_RANKS) or MOST_RANKS, args.device, args.steps)
+        ranks = args.ranks if args.ranks is not None else min(gpus, MOST_RANKS) or MOST_RANKS
+        rows = rows_of(ranks, args.device, args.steps)
     name = torch.cuda.get_device_name() if rows[0]["device"] == "cuda" else None
     if args.json:
         print(json.dumps({"gpu": name, "torch": torch.__version__, "rows": rows}, indent=2))
@@ -119,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

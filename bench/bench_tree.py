@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+from ending import end
 
 from tpverify import native
 from tpverify.tree import DraftTree, build_ddtree_topk
@@ -128,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -17,6 +17,7 @@ from typing import Any
 
 import roofline
 import torch
+from ending import end
 from peers import PEERS, Peer, Unsupported
 from verify_case import LATENT, ROW, SCALE, SHAPES, Shape, VerifyCase
 
@@ -199,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -193,7 +193,7 @@ def main() -> int:
     ]
     for document in map(Path, sys.argv[1:]):
         document.write_text(requote(document.read_text(), evidence))
-    print(*wrong or [f"{len(evidence)} evidence files hold"], sep="\n")
+    print(*wrong or [f"{name}: holds" for name in evidence], sep="\n")
     return 1 if wrong else 0
 
 

@@ -8,7 +8,6 @@ are two GPUs or more, suite_ranks.py then does the same for ranks, in a file of 
 """
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,12 +16,17 @@ import evidence
 import runs
 import suite_ranks
 import torch
+from ending import end
+
+from tpverify.errors import ClusterError
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=evidence.RESULTS, metavar="FOLDER")
     args = parser.parse_args()
+    if not torch.cuda.is_available() or cubins.toolkit() is None:
+        raise ClusterError("the suite needs a GPU that torch sees, and nvcc")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         library = cubins.build_library(folder)
@@ -47,4 +51,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -22,7 +21,10 @@ import evidence
 import runs
 import stage_table
 import torch
+from ending import end
 from gpu_time import header
+
+from tpverify.errors import ClusterError
 
 RANKS_MARKERS = "<!-- ranks: {} -->", "<!-- end of ranks -->"
 QUOTED = re.compile(r"<!-- ranks: ([\w-]+) -->\n(.*?)<!-- end of ranks -->", re.S)
@@ -119,6 +121,8 @@ def main() -> int:
         for document in args.quote:
             document.write_text(requote(document.read_text(), load()))
         return 0
+    if torch.cuda.device_count() < 2:
+        raise ClusterError(f"the suite needs two GPUs, torch sees {torch.cuda.device_count()}")
     given = os.environ.get("TPVERIFY_LIB_DIR")
     with tempfile.TemporaryDirectory() as name:
         library = Path(given) / "libtpverify_cuda.so" if given else cubins.build_library(Path(name))
@@ -128,4 +132,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

@@ -13,4 +13,4 @@ if [ ! -s "$RAY_AUTH_TOKEN_PATH" ]; then
 fi
 chmod 600 "$RAY_AUTH_TOKEN_PATH"
 
-exec ray start --head --dashboard-host=127.0.0.1 "$@"
+exec ray start --head --dashboard-host=127.0.0.1 --disable-usage-stats "$@"

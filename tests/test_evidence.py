@@ -141,6 +141,7 @@ def test_the_suite_writes_what_the_check_reads(tmp_path: Path, monkeypatch: pyte
         (evidence, "gpu_tests", TESTS),
     ):
         monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(sys, "argv", ["suite.py", "--results", str(tmp_path)])
     assert suite.main() == 0

@@ -309,9 +309,8 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.json:
         screen.json({"can_run": runs, "findings": [vars(finding) for finding in findings]})
     else:
-        screen.print(
-            doctor.table(findings), "The runtime can run." if runs else "The runtime cannot run: see the lines in red."
-        )
+        screen.print(doctor.table(findings))
+        screen.print("The runtime can run." if runs else "The runtime cannot run: something required is missing.")
     return OK if runs else FAILED
 
 

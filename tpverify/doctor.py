@@ -92,7 +92,7 @@ def _native() -> Answer:
 
 def _cuda_library() -> Answer:
     info = native.build_info()
-    reason = info.get("cuda_reason") or "not built: this version has no GPU kernels"
+    reason = info.get("cuda_reason") or "not built, or not where TPVERIFY_LIB_DIR says"
     return bool(info.get("cuda")), "built" if info.get("cuda") else reason
 
 
