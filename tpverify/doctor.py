@@ -119,7 +119,7 @@ def _nccl() -> Answer:
 
 
 def _gpu_ranks() -> Answer:
-    """What device="auto" does here with verify attention in bfloat16."""
+    """What device="auto" does here."""
     import torch
 
     from tpverify.ops import cuda
@@ -127,7 +127,7 @@ def _gpu_ranks() -> Answer:
     if missing := cuda.why_not():
         return False, f"all ranks run on CPUs: {missing}"
     gpus = torch.cuda.device_count() if _nccl()[0] else 1
-    return True, f"up to {gpus} for attention in bfloat16; float32, and the decoder, run on CPUs"
+    return True, f"up to {gpus}, in bfloat16; attention in float32 runs on CPUs"
 
 
 def _cores() -> Answer:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tpverify.communicator import DTYPES, Checks, Communicator, Meanwhile
 from tpverify.config import check_choice, check_deadline, check_int, check_type
+from tpverify.errors import ArgumentError
 
 __all__ = ["DTYPES", "Communicator", "init", "preflight", "unique_id", "versions", "why_not"]
 
@@ -69,8 +70,21 @@ def init(
     check_int("rank", rank, 0, size - 1)
     check_deadline(deadline_s)
     if check_choice("backend", backend, BACKENDS) == "nccl":
-        return NcclCommunicator(unique_id, rank, size, torch.device(device or "cuda"), deadline_s, watch)
+        return NcclCommunicator(unique_id, rank, size, _gpu(device), deadline_s, watch)
+    if not unique_id.isdigit():
+        raise ArgumentError("unique_id", "the bytes that unique_id('gloo') returned", repr(unique_id))
     return GlooCommunicator(unique_id, rank, size, deadline_s)
+
+
+def _gpu(device: Any) -> torch.device:
+    name = "cuda" if device is None else f"cuda:{device}" if type(device) is int else device
+    try:
+        found = torch.device(name)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type != "cuda":
+        raise ArgumentError("device", "a CUDA device", repr(device))
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
 def why_not() -> str | None:
@@ -106,8 +120,6 @@ class NcclCommunicator(Checks):
     ) -> None:
         nccl = _nccl()
         _keep_log()
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         self.rank, self.size, self.device, self.deadline_s = rank, size, device, deadline_s
         self.watch = watch
         self._abort: threading.Thread | None = None

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,9 @@ WIDTHS = "kv_lora_rank 512 and qk_rope_head_dim 64"
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation with CUDA kernels and NCCL."""
-    monkeypatch.setattr(cuda, "library", lambda: object())
+    monkeypatch.setattr(cuda, "library", lambda: SimpleNamespace(tpv_cuda_archs=lambda: b"90,120"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(pynccl, "why_not", lambda: None)
 
 
@@ -61,6 +64,15 @@ def test_installation_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match="^device: expected an installation with CUDA kernels .*, got no nvcc"):
         for_attention("cuda", "bfloat16", HEADS, 8)
     assert for_attention("auto", "bfloat16", HEADS, 8) == ("cpu", "device: the kernel needs an installation with CUDA kernels, got no nvcc")  # fmt: skip  # noqa: E501
+
+
+def test_torch_without_cuda(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ArgumentError, match="^device: expected a torch built with CUDA on device 'cuda', got "):
+        for_attention("cuda", "bfloat16", HEADS, 8)
+    for chosen, reason in (for_attention("auto", "bfloat16", HEADS, 8), for_decoder("auto", HEADS, 128, 8)):
+        assert chosen == "cpu"
+        assert reason == f"device: the kernel needs a torch built with CUDA, got {torch.__version__}"
 
 
 @pytest.mark.parametrize(
@@ -106,6 +118,14 @@ def test_ranks_with_a_gpu_each_need_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_own_gpu_among_those_that_the_process_sees(assigned: str, visible: str | None, index: int) -> None:
     """vllm#25113, #14807, #5590: the user's CUDA_VISIBLE_DEVICES was overwritten, ignored, or sorted as text."""
     assert gpu_index(assigned, visible) == index
+
+
+def test_several_gpus_for_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA_VISIBLE_DEVICES of the job's runtime_env makes Ray name all of it to some: two ranks took one GPU."""
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ["8", "7"]})
+    monkeypatch.setattr(device.ray, "get_runtime_context", lambda: context)
+    with pytest.raises(ClusterError, match="one GPU from Ray for each rank, got GPUs 8, 7: does a runtime_env"):
+        device.own_gpu()
 
 
 NAMED = (

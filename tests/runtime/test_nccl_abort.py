@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tpverify import pynccl
+from tpverify.errors import ArgumentError
 
 
 class LibraryError(Exception):
@@ -95,6 +96,21 @@ def test_a_wait_ends_when_the_peer_is_known_to_be_gone(library: Library) -> None
     comm.destroy()
     comm.destroy()
     assert library.asked == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu0", 1.5, "meta"])
+def test_a_device_that_is_no_gpu_is_named(library: Library, device: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"^device: expected a CUDA device, got {device!r}$"):
+        pynccl.init(b"name", 0, 2, device=device)
+
+
+@pytest.mark.parametrize(("device", "taken"), [(0, 0), ("cuda:0", 0), ("cuda", 1), (None, 1), (2, 2)])
+def test_a_device_is_the_one_asked_for(
+    library: Library, device: Any, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Number 0 was taken for none."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert pynccl.init(b"name", 0, 2, device=device).device == torch.device("cuda", taken)
 
 
 def test_joining_ends_when_a_peer_is_gone(library: Library) -> None:

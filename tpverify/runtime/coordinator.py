@@ -47,7 +47,7 @@ class Coordinator:
         tp: int | None = None,
         max_restarts: int = 0,
     ) -> None:
-        check_type("group", group, RankGroup, "a RankGroup or None")
+        check_type("group", group, RankGroup, "a RankGroup")
         max_restarts = checked_restarts(max_restarts)
         self.group = group
         self.tp = group.size if tp is None else check_int("tp", tp, 1, group.size)

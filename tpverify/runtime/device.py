@@ -57,13 +57,16 @@ def _for_kernel(device: str, geometry: MlaGeometry, tp: int, refusals: list[Refu
     """After the caller's own refusals, those of the kernel for any work."""
     if device == "cpu":
         return device, ""
-    from tpverify.ops import cuda  # torch: ranks import this module too, and not all of them need it
+    import torch  # ranks import this module too, and not all of them need it
+
+    from tpverify.ops import cuda
 
     library, heads = cuda.library(), geometry.num_heads // tp
     refusals = [
         *refusals,
         ("tp", f"at most {cuda.MAX_HEADS} heads a rank", f"{heads}", heads > cuda.MAX_HEADS),
         ("device", "an installation with CUDA kernels", library, isinstance(library, str)),
+        ("device", "a torch built with CUDA", torch.__version__, torch.version.cuda is None),
     ]
     for argument, expected, got, refused in refusals:
         if refused:
@@ -96,9 +99,12 @@ def _nccl_missing() -> str | None:
 
 
 def own_gpu() -> str:
-    """The GPU that Ray gave to this actor, as torch calls it here."""
-    (assigned, *_) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-    return f"cuda:{gpu_index(assigned, os.environ.get('CUDA_VISIBLE_DEVICES'))}"
+    """The GPU that Ray gave to this actor, as torch calls it here. Raises ClusterError unless it is a single one."""
+    assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    if len(assigned) != 1:
+        several = f"GPUs {', '.join(assigned)}: does a runtime_env set CUDA_VISIBLE_DEVICES?"
+        raise ClusterError(f"expected one GPU from Ray for each rank, got {several}")
+    return f"cuda:{gpu_index(assigned[0], os.environ.get('CUDA_VISIBLE_DEVICES'))}"
 
 
 def gpu_index(assigned: str, visible: str | None) -> int:

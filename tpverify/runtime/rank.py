@@ -177,7 +177,7 @@ class RankServer:
             found = pynccl.preflight(comm, comm.device)
             comm.destroy()
             return found
-        except TimeoutError as late:
+        except (TimeoutError, ConnectionResetError, BrokenPipeError) as late:  # a peer that gave up first, too
             return {"hung": str(late)}
         finally:
             sockets.destroy()
