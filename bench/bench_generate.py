@@ -11,13 +11,13 @@ tokens are those of autoregressive decoding, and each row is the same at every t
 import argparse
 import json
 import statistics
+import sys
 import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
-from ending import end
-
+from tpverify.ending import ended
 from tpverify.runtime.engine import Engine
 from tpverify.runtime.ranks import RankGroup
 
@@ -119,4 +119,4 @@ def ratio(rows: list[dict[str, Any]], other: str) -> float:
 
 
 if __name__ == "__main__":
-    end(main)
+    sys.exit(ended(Path(__file__).name, main))

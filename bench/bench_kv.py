@@ -7,15 +7,17 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from ending import end
 
+from tpverify.ending import ended
 from tpverify.kv.log import Entry, KvLog, Replica
 from tpverify.kv.slots import FreeSlots
 
@@ -203,4 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    sys.exit(ended(Path(__file__).name, main))

@@ -9,12 +9,12 @@ import argparse
 import json
 import os
 import signal
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
-from ending import end
-
+from tpverify.ending import ended
 from tpverify.runtime.engine import Engine
 
 TEXT = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:20])
@@ -59,4 +59,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    sys.exit(ended(Path(__file__).name, main))

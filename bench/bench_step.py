@@ -10,15 +10,16 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from ending import end
 from stack_step import stack_step
 from stage_table import measured, table
 
 from tpverify.config import DEVICES, MlaGeometry, RuntimeConfig
+from tpverify.ending import ended
 from tpverify.runtime import cluster
 from tpverify.runtime.coordinator import Coordinator
 from tpverify.runtime.messages import Ping
@@ -121,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    sys.exit(ended(Path(__file__).name, main))

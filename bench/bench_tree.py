@@ -12,13 +12,15 @@ import gc
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
-from ending import end
 
 from tpverify import native
+from tpverify.ending import ended
 from tpverify.tree import DraftTree, build_ddtree_topk
 
 DEPTH = 15
@@ -129,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    sys.exit(ended(Path(__file__).name, main))

@@ -13,15 +13,16 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import roofline
 import torch
-from ending import end
 from peers import PEERS, Peer, Unsupported
 from verify_case import LATENT, ROW, SCALE, SHAPES, Shape, VerifyCase
 
 from tpverify.config import MlaGeometry
+from tpverify.ending import ended
 from tpverify.errors import ArgumentError
 from tpverify.ops import cuda
 from tpverify.ops.attention import VerifyRequest, verify_attention
@@ -200,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end(main)
+    sys.exit(ended(Path(__file__).name, main))

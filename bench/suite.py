@@ -8,6 +8,7 @@ are two GPUs or more, suite_ranks.py then does the same for ranks, in a file of 
 """
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,8 +17,8 @@ import evidence
 import runs
 import suite_ranks
 import torch
-from ending import end
 
+from tpverify.ending import ended
 from tpverify.errors import ClusterError
 
 
@@ -51,4 +52,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end(main)
+    sys.exit(ended(Path(__file__).name, main))

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -21,9 +22,9 @@ import evidence
 import runs
 import stage_table
 import torch
-from ending import end
 from gpu_time import header
 
+from tpverify.ending import ended
 from tpverify.errors import ClusterError
 
 RANKS_MARKERS = "<!-- ranks: {} -->", "<!-- end of ranks -->"
@@ -132,4 +133,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end(main)
+    sys.exit(ended(Path(__file__).name, main))

@@ -24,7 +24,7 @@ TOP_LEVEL = {
 ROWS = (
     {"tpverify"},
     {"errors"},
-    {"config", "native"},
+    {"config", "native", "ending"},
     {"communicator"},
     {"tree", "kv", "pynccl"},
     {"ops"},

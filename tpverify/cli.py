@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tpverify.config import DEVICES, MAX_NODES
-from tpverify.errors import ArgumentError, ClusterError, PoolFull, RankFailure
+from tpverify.ending import FAILED, OK, USAGE, ended, fail
+from tpverify.errors import ArgumentError
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+NAME = "tpverify"
 START_DEADLINE_S = 60.0
 
 EXAMPLES = {
@@ -51,21 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what a terminal cannot show is no reason to fail
     args = None
-    try:
+
+    def run() -> int:
+        nonlocal args
         args = parser().parse_args(argv)
-        code = args.run(args)
-        sys.stdout.flush()
-        return code
-    except ArgumentError as error:
-        return _fail(USAGE, _as_option(error, args))
-    except (ClusterError, PoolFull, RankFailure) as error:
-        return _fail(FAILED, str(error))
-    except KeyboardInterrupt:
-        return _fail(INTERRUPTED, "interrupted")
-    except OSError as error:
-        _drop_unwritable()
-        reader_left = isinstance(error, BrokenPipeError)
-        return FAILED if reader_left else _fail(FAILED, str(error))
+        return args.run(args)
+
+    return ended(NAME, run, lambda error: _as_option(error, args))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -281,7 +274,7 @@ def _bench(args: argparse.Namespace) -> int:
     folder = Path(tpverify.__file__).parents[1] / "bench"
     scripts = {path.stem.removeprefix("bench_"): path for path in sorted(folder.glob("bench_*.py"))}
     if not scripts:
-        return _fail(FAILED, f"bench: the benchmarks come with a source checkout, and {folder} has none")
+        return fail(NAME, FAILED, f"bench: the benchmarks come with a source checkout, and {folder} has none")
     results: dict[str, Any] = {}
     for name in args.names or scripts:
         if name not in scripts:
@@ -291,7 +284,7 @@ def _bench(args: argparse.Namespace) -> int:
         command = [sys.executable, str(scripts[name]), *(["--json"] if args.json else [])]
         done = subprocess.run(command, stdout=subprocess.PIPE if args.json else None, text=True)
         if done.returncode:
-            return _fail(FAILED, f"bench: {scripts[name].name} ended with exit code {done.returncode}")
+            return fail(NAME, FAILED, f"bench: {scripts[name].name} ended with exit code {done.returncode}")
         if args.json:
             results[name] = json.loads(done.stdout)
     if args.json:
@@ -344,7 +337,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         for said, meant in REWORDED:
             message = re.sub(said, meant, message)
-        self.exit(USAGE, f"tpverify: {message}\n")
+        self.exit(USAGE, f"{NAME}: {message}\n")
 
 
 def _integer(low: int, high: int) -> Callable[[str], int]:
@@ -381,16 +374,3 @@ def _as_option(error: ArgumentError, args: argparse.Namespace | None) -> str:
     if args is None or not hasattr(args, error.argument):
         return str(error)
     return "--" + error.argument.replace("_", "-") + str(error).removeprefix(error.argument)
-
-
-def _drop_unwritable() -> None:
-    """Output that is still to be written but cannot be: Python would try once more when it ends, and complain."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fail(code: int, line: str) -> int:
-    print("tpverify:", " ".join(line.split()), file=sys.stderr)
-    return code

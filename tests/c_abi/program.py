@@ -1,4 +1,4 @@
-"""The program that uses the C ABI, built once."""
+"""The program that uses the C ABI: how it is built, and run."""
 
 import shutil
 import subprocess

@@ -5,18 +5,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from nccl_library import stand_in
 
 from tpverify import pynccl
 from tpverify.errors import ArgumentError
-
-
-class LibraryError(Exception):
-    pass
 
 
 class Library:
@@ -41,32 +37,12 @@ class Library:
         assert self.free.wait(20)
 
 
-class Event:
-    done = False
-
-    def query(self) -> bool:
-        return self.done
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     found = Library()
-    core = SimpleNamespace(
-        Communicator=lambda: found,
-        UniqueId=SimpleNamespace(from_bytes=bytes),
-        NCCLConfig=dict,
-        NcclInvalid=LibraryError,
-    )
-    bindings = SimpleNamespace(Result=lambda name: SimpleNamespace(name=name), NCCLError=LibraryError)
-    monkeypatch.setattr(pynccl, "_nccl", lambda: core)
-    monkeypatch.setattr(pynccl, "_bindings", lambda: bindings)
-    monkeypatch.setattr(pynccl, "_keep_log", lambda: None)
+    stand_in(monkeypatch, lambda: found, lambda: False)
     monkeypatch.setattr(pynccl, "SPIN_S", 0.0)
     monkeypatch.setattr(pynccl, "ABORT_S", 0.05)
-    stream = SimpleNamespace(cuda_stream=0, record_event=Event)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: threading.Lock())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     yield found
     found.free.set()
 

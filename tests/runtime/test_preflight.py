@@ -1,17 +1,14 @@
 """NCCL that hangs while ranks try it: every rank says so, also who hears first that a peer has given up."""
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from nccl_library import stand_in
 
-from tpverify import pynccl
 from tpverify.runtime import comm, messages, rank
 
 
@@ -35,27 +32,10 @@ class Hanging:
 
 
 @pytest.fixture(params=["InProgress", "Success"], ids=["init", "collective"])
-def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    core = SimpleNamespace(
-        Communicator=lambda: Hanging(request.param),
-        UniqueId=SimpleNamespace(from_bytes=bytes),
-        NCCLConfig=dict,
-        NcclInvalid=ValueError,
-        get_unique_id=lambda: bytes(128),
-    )
-    bindings = SimpleNamespace(Result=lambda name: SimpleNamespace(name=name), NCCLError=ValueError)
-    monkeypatch.setattr(pynccl, "_nccl", lambda: core)
-    monkeypatch.setattr(pynccl, "_bindings", lambda: bindings)
-    monkeypatch.setattr(pynccl, "_keep_log", lambda: None)
-    never = SimpleNamespace(query=lambda: False)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0, record_event=lambda: never)
-    )
+def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, lambda: Hanging(request.param), lambda: False)
     monkeypatch.setattr(comm, "join_nccl", on_cpu(comm.join_nccl))
     monkeypatch.setattr(rank, "PREFLIGHT_S", 0.5)
-    yield
 
 
 def on_cpu(join: Any) -> Any:

@@ -17,6 +17,7 @@ HEAD_BYTES = 1 << 16  # what is received, or copied to be sent, at once: most me
 SIZE = struct.Struct("<Q")
 MOST_FRAMES, MOST_BYTES = 4096, 1 << 34  # of a message; its header fits into HEAD_BYTES
 BUFFERS_AT_ONCE = 1024  # what the kernel takes in one call
+ECHOES = ConnectionResetError, BrokenPipeError  # of a rank whose peer has left, for reasons of its own
 
 
 class Connection:

@@ -10,6 +10,7 @@ import msgspec
 
 from tpverify.kv.log import Replica
 from tpverify.runtime import messages
+from tpverify.runtime.connection import ECHOES
 from tpverify.runtime.messages import (
     Configure,
     ContentDigest,
@@ -177,7 +178,7 @@ class RankServer:
             found = pynccl.preflight(comm, comm.device)
             comm.destroy()
             return found
-        except (TimeoutError, ConnectionResetError, BrokenPipeError) as late:  # a peer that gave up first, too
+        except (TimeoutError, *ECHOES) as late:  # of a peer that gave up first, too
             return {"hung": str(late)}
         finally:
             sockets.destroy()

@@ -20,6 +20,7 @@ from tpverify.config import DEVICES, check_choice, check_deadline, check_int, ch
 from tpverify.errors import ClusterError, RankFailure
 from tpverify.runtime import cluster, messages
 from tpverify.runtime.actor import Rank
+from tpverify.runtime.connection import ECHOES
 from tpverify.runtime.device import Place, choose
 from tpverify.runtime.messages import Frame, Ping, Preflight, Reply, Step
 from tpverify.runtime.rehearsal import Rehearsal
@@ -30,7 +31,6 @@ CONTROL = "control"  # the concurrency group that answers while a step runs
 RENDEZVOUS = "rendezvous"  # the socket at which ranks meet, in a directory of ours
 START_DEADLINE_S = 120.0  # to start a process and import torch, which many ranks do at once on few cores
 NO_PEER_TO_PEER = {"NCCL_P2P_DISABLE": "1"}  # what NCCL is told where GPUs cannot reach each other's memory
-ECHOES = "ConnectionResetError", "BrokenPipeError"  # of a rank whose peer has left, for reasons of its own
 SPIN_S = 0.05  # how long to look for the answers of GPU ranks without sleeping: a step is over by then
 POLL_S = 0.05  # how long a dead rank can go unnoticed
 BLAME_S = 1.0  # how long to look for the cause behind an error or a silence
@@ -277,7 +277,7 @@ class RankGroup:
         errors = [(rank, text) for rank in ranks if (text := self.answers[rank].reply.error) is not None]
         if errors:
             self._look_for_dead(number, LOST_S)
-            rank, text = min(errors, key=lambda error: error[1].startswith(ECHOES))
+            rank, text = min(errors, key=lambda error: error[1].startswith(tuple(echo.__name__ for echo in ECHOES)))
             raise RankFailure(rank, number, text)
         return [self.answers[rank] for rank in ranks]
 
