@@ -1,5 +1,6 @@
 // The C ABI of the kernels: check, lay out the workspace, launch.
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <utility>
 
@@ -18,6 +19,7 @@ namespace tpv {
 namespace {
 
 constexpr int64_t kFixedLength = 64;  // tiles of 16 tokens a split when batch_invariant
+constexpr float kLog2e = 1.4426950408889634f;
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -37,7 +39,7 @@ tpv_status check_split(const tpv_verify_split& s) {
 tpv_status check_limits(int batch, const char* batch_name, int max_nodes, int64_t max_tokens) {
   TPV_TRY(check_range(batch_name, batch, 1, 4096));
   TPV_TRY(check_range("max_nodes", max_nodes, 1, TPV_MAX_NODES));
-  return check_range("max_tokens", max_tokens, 0, INT32_MAX);
+  return check_range("max_tokens", max_tokens, 0, TPV_MAX_TOKENS);
 }
 
 tpv_status check_requests(const tpv_verify_requests& r) {
@@ -116,6 +118,14 @@ tpv_status check_workspace_pointer(const tpv_verify_split& split, void* workspac
   return fail(TPV_INVALID_ARGUMENT, "workspace_bytes: expected what tpv_verify_workspace_size says, got %llu", (unsigned long long)bytes);
 }
 
+// The flash kernel keeps maxima of unscaled scores, which a scale must leave where they are.
+tpv_status check_scale(const tpv_verify_run_params& r) {
+  const bool positive = r.kernel == TPV_FLASH;
+  if (std::isfinite(r.softmax_scale * kLog2e) && (r.softmax_scale > 0 || !positive)) return TPV_OK;
+  return fail(TPV_INVALID_ARGUMENT, "softmax_scale: expected a number from %s to %g for this kernel, got %g",
+              positive ? "above 0" : "as far below 0", double(FLT_MAX / kLog2e), r.softmax_scale);
+}
+
 // q, kv, out and lse, whose elements have `size` bytes.
 tpv_status check_tensors(const tpv_verify_run_params& r, int64_t size) {
   TPV_TRY(check_aligned("q", r.q, 16));
@@ -130,8 +140,7 @@ tpv_status check_tensors(const tpv_verify_run_params& r, int64_t size) {
   TPV_TRY(check_aligned("lse", r.lse, 4));
   TPV_TRY(check_multiple("lse_stride_node", r.lse_stride_node, 1));
   TPV_TRY(check_range("out_nodes", r.out_nodes, 1, int64_t(r.requests.batch) * TPV_MAX_NODES));
-  if (std::isfinite(r.softmax_scale)) return TPV_OK;
-  return fail(TPV_INVALID_ARGUMENT, "softmax_scale: expected a finite number, got %g", r.softmax_scale);
+  return check_scale(r);
 }
 
 VerifyParams params_of(const tpv_verify_run_params& r, int64_t size) {
@@ -141,7 +150,7 @@ VerifyParams params_of(const tpv_verify_run_params& r, int64_t size) {
   p.q_stride_node = r.q_stride_node, p.q_stride_head = r.q_stride_head;
   p.out_stride_node = r.out_stride_node, p.out_stride_head = r.out_stride_head;
   p.lse_stride_node = r.lse_stride_node;
-  p.scale_log2 = r.softmax_scale * 1.4426950408889634f;
+  p.scale_log2 = r.softmax_scale * kLog2e;
   p.kv_stride_bytes = static_cast<uint32_t>(r.kv_stride_slot * size);
   p.heads = r.split.heads, p.heads_reciprocal = heads_reciprocal(p.heads);
   p.out_nodes = r.out_nodes;
@@ -278,6 +287,7 @@ extern "C" tpv_status tpv_rope_cache(const tpv_rope_cache_params* params) {
     TPV_TRY(check_range(name, width, 8, 1 << 20));
     TPV_TRY(check_multiple(name, width, 8));
   }
+  TPV_TRY(check_range("nope_width", r.nope_width, 8, 1 << 19));  // heads of more would be more blocks than a grid has
   TPV_TRY(check_multiple("q_stride_node", r.q_stride_node, 8));
   TPV_TRY(check_multiple("q_stride_head", r.q_stride_head, 8));
   TPV_TRY(check_multiple("pool_stride_slot", r.pool_stride_slot, 8));

@@ -223,6 +223,9 @@ TPV_API tpv_status tpv_silu_mul(const tpv_silu_mul_params* params);
 
 #define TPV_MAX_HEADS 128
 
+/* Of all prefixes of a step: begins of slots and words that lie in one buffer are int32. */
+#define TPV_MAX_TOKENS (7 << 28)
+
 typedef enum tpv_dtype { TPV_BFLOAT16 = 1, TPV_FLOAT32 = 2 } tpv_dtype;
 
 /* TPV_FLASH is what serves. The two below it need no plan and no workspace: they are what it is tested against. */
@@ -250,7 +253,7 @@ typedef struct tpv_verify_workspace_params {
     tpv_verify_split split;
     int32_t max_batch;   /* 1..4096 */
     int32_t max_nodes;   /* of one request, 1..TPV_MAX_NODES */
-    int64_t max_tokens;  /* of all prefixes */
+    int64_t max_tokens;  /* of all prefixes, 0..TPV_MAX_TOKENS */
     uint64_t bytes;      /* out; on the current device */
 } tpv_verify_workspace_params;
 
@@ -285,7 +288,7 @@ typedef struct tpv_verify_requests {
     const uint64_t* words;         /* [sum of n * ceil(n / 64)]: bit j of row i, node i sees node j */
     int32_t batch;                 /* entries of the tables, 1..4096 */
     int32_t max_nodes;             /* of one request, 1..TPV_MAX_NODES */
-    int64_t max_tokens;            /* of all prefixes */
+    int64_t max_tokens;            /* of all prefixes, 0..TPV_MAX_TOKENS */
 } tpv_verify_requests;
 
 typedef struct tpv_verify_plan_params {
@@ -317,7 +320,7 @@ typedef struct tpv_verify_run_params {
     int64_t q_stride_node, q_stride_head, kv_stride_slot;           /* in elements */
     int64_t out_stride_node, out_stride_head, lse_stride_node;      /* in elements; heads of lse lie side by side */
     int32_t out_nodes;  /* at least the plan's nodes; rows beyond them get 0 and -inf */
-    float softmax_scale;
+    float softmax_scale;  /* finite, also times log2(e); above 0 for TPV_FLASH */
 } tpv_verify_run_params;
 
 TPV_API tpv_status tpv_verify_run(const tpv_verify_run_params* params);
@@ -375,7 +378,7 @@ typedef struct tpv_rope_cache_params {
     void* q;               /* out [nodes, shards * shard_heads, 576]: the last 64 are written */
     void* pool;            /* out [slots, 576]: rows `slots` */
     int64_t q_stride_node, q_stride_head, pool_stride_slot; /* in elements, multiples of 8 */
-    int32_t nodes, hidden, low_width, nope_width;           /* nodes 1..65535 */
+    int32_t nodes, hidden, low_width, nope_width;           /* nodes 1..65535, nope_width at most 2^19 */
     int32_t shards, shard_heads;
     float eps, norm_eps;
 } tpv_rope_cache_params;

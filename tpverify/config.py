@@ -11,6 +11,7 @@ from tpverify.errors import ArgumentError, describe
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_NODES = 1024  # root included: the widest tree one verify step takes
+MAX_TOKENS = 7 << 28  # of all prefixes of a step, read for each request: TPV_MAX_TOKENS
 MAX_DEPTH = 64  # drafted nodes below the root
 
 

@@ -124,7 +124,7 @@ def _gpu_ranks() -> Answer:
 
     from tpverify.ops import cuda
 
-    if missing := cuda.why_not():
+    if missing := cuda.why_not() or cuda.other_gpus():
         return False, f"all ranks run on CPUs: {missing}"
     gpus = torch.cuda.device_count() if _nccl()[0] else 1
     return True, f"up to {gpus}, in bfloat16; attention in float32 runs on CPUs"

@@ -65,7 +65,10 @@ __device__ int shortest_length(const Shared& s, int batch, int budget, int lane)
   // blocks(C) lies between work / C and work / C + total_rows.
   const float work = s.work;
   int low = max(1, static_cast<int>(work / budget * 0.999f)), high = s.longest;
-  if (budget > s.total_rows) high = min(high, static_cast<int>(work / (budget - s.total_rows) * 1.001f) + 2);
+  if (budget > s.total_rows) {
+    const float bound = work / (budget - s.total_rows) * 1.001f + 2;
+    if (bound < high) high = static_cast<int>(bound);  // one that is larger need not be an int32
+  }
   low = min(low, high);
   while (low < high) {
     const int middle = (low + high) / 2;

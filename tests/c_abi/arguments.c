@@ -109,6 +109,7 @@ void check_arguments(void) {
     SIZE(p.max_batch = 0, "max_batch: expected 1..4096");
     SIZE(p.max_nodes = 1025, "max_nodes: expected 1..1024");
     SIZE(p.max_tokens = -1, "max_tokens: expected 0..");
+    SIZE(p.max_tokens = (int64_t)TPV_MAX_TOKENS + 1, "max_tokens: expected 0..1879048192, got 1879048193");
 
     FETCH(p.struct_size = 0, "struct_size: expected ");
     FETCH(p.capacity = 0, "capacity: expected 1..");
@@ -149,8 +150,13 @@ void check_arguments(void) {
     RUN(p.lse = (float*)(host + 1), "lse: expected device memory aligned to 4 bytes");
     RUN(p.lse_stride_node = -8, "lse_stride_node: expected ");
     RUN(p.out_nodes = 0, "out_nodes: expected 1..2048, got 0");
-    RUN(p.softmax_scale = INFINITY, "softmax_scale: expected a finite number");
-    RUN(p.softmax_scale = NAN, "softmax_scale: expected a finite number");
+    RUN(p.softmax_scale = INFINITY, "softmax_scale: expected a number from above 0 to 2.35866e+38 for this kernel, got inf");
+    RUN(p.softmax_scale = NAN, "softmax_scale: expected a number from above 0");
+    RUN(p.softmax_scale = 0, "softmax_scale: expected a number from above 0");
+    RUN(p.softmax_scale = -0.1f, "softmax_scale: expected a number from above 0");
+    RUN(p.softmax_scale = 3e38f, "softmax_scale: expected a number from above 0");
+    FP32(p.softmax_scale = -INFINITY, "softmax_scale: expected a number from as far below 0 to 2.35866e+38");
+    FP32(p.softmax_scale = 3e38f, "softmax_scale: expected a number from as far below 0");
     RUN(p.workspace = NULL, "workspace: expected device memory aligned to 256 bytes");
 
     MOVE(p.layers = 0, "layers: expected 1..65535, got 0");
@@ -172,6 +178,7 @@ void check_arguments(void) {
     ROPE(p.hidden = 7164, "hidden: expected a multiple of 8, got 7164");
     ROPE(p.low_width = 0, "low_width: expected 8..");
     ROPE(p.nope_width = -8, "nope_width: expected 8..");
+    ROPE(p.nope_width = (1 << 19) + 8, "nope_width: expected 8..524288, got 524296");
     ROPE(p.q_stride_node = 580, "q_stride_node: expected a multiple of 8, got 580");
     ROPE(p.q_stride_head = -8, "q_stride_head: expected a multiple of 8, got -8");
     ROPE(p.pool_stride_slot = 580, "pool_stride_slot: expected a multiple of 8, got 580");

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from test_verify_cuda import SCALE, Case
+from random_case import SCALE, Case
 
 from tpverify.errors import ArgumentError
 from tpverify.ops import cuda

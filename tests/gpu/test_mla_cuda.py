@@ -84,7 +84,7 @@ def test_what_the_kernels_do_not_take_is_refused():
 
     refused(0, arguments[0].float(), "^x: expected dense bfloat16")
     refused(2, arguments[2].transpose(1, 2).contiguous().transpose(1, 2), "^queries: expected dense bfloat16")
-    refused(4, arguments[4].int(), "slots of int64")
+    refused(4, arguments[4].int(), "^slots: expected int64, got torch.int32")
     refused(4, arguments[4].cpu(), "^slots: ")
     odd = Rows(4, 2, 2, **{**KIMI_K2, "hidden": 7164})
     with pytest.raises(ArgumentError, match="^hidden: expected a multiple of 8"):

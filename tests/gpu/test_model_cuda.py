@@ -7,6 +7,8 @@ import pytest
 import torch
 from decoding import Ranks, held_out, same
 
+from tpverify.errors import ArgumentError
+from tpverify.model.checkpoint import load_checkpoint
 from tpverify.model.gpu_accept import choose, paths, rank_tokens, walk
 from tpverify.ops import cuda
 from tpverify.report.rescore import Reference, score
@@ -78,6 +80,16 @@ def test_steps_of_many_requests_and_passes() -> None:
     for prompt, result in zip(prompts, ranks.generate(prompts, max_new_tokens=24, budget=100), strict=True):
         hidden = ranks.hidden_states([*prompt, *result.tokens[:-1]])
         assert score(reference, prompt, result.tokens, 0.0, 0, hidden).ok
+
+
+def test_a_pool_is_refused_for_what_lies_beside_it_too() -> None:
+    """Slots whose latent rows alone would fit: what fell short was an out-of-memory error of the rows beside them."""
+    config, _ = load_checkpoint("tiny")
+    free, _ = torch.cuda.mem_get_info()
+    slots = free // (config.num_hidden_layers * 1152 + 64)
+    with pytest.raises(ArgumentError, match=f"^num_slots: expected a pool of at most .* slots, got {slots} slots"):
+        Ranks(device="cuda:0", num_slots=slots, max_batch=1)
+    torch.cuda.empty_cache()
 
 
 def stages(device: str, *given: torch.Tensor) -> list[torch.Tensor]:

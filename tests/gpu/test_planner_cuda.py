@@ -214,6 +214,17 @@ def test_a_long_request_in_fixed_splits(planner):
     assert -(-(items[:, 3] - items[:, 2]) // 16).max() <= 64
 
 
+@pytest.mark.parametrize(("blocks", "nodes"), [(132, 82), (188, 117)])
+def test_a_bound_of_the_splits_that_is_no_int32(planner, blocks, nodes):
+    """Rows for all blocks of an eighth of waves but one, so that its splits' bound is all the work: nothing was
+    planned."""
+    lengths = [(300_000_000, nodes)]
+    items, merges, alone = plan(planner, lengths, blocks, split_heads=128, heads=128, apart=1 << 30)
+    check_covers(lengths, items, merges, 128, 64)
+    longest, mean = longest_block(-(-(items[:, 3] - items[:, 2]) // 16), blocks, alone)
+    assert longest <= 1.15 * mean
+
+
 def test_work_of_many_long_requests_is_counted_in_full(planner):
     """1.1e9 tokens: tiles times row tiles is no int32, and the longest block is still near the mean."""
     lengths = [(1_000_000_000, 1024), (100_000_000, 1024)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_verify_cuda import SCALE, Case
+from random_case import SCALE, Case
 
 from tpverify.config import MlaGeometry
 from tpverify.ops import cuda

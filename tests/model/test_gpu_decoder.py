@@ -134,6 +134,29 @@ def test_other_shapes_of_the_architecture_match_transformers(
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_no_bf16_product_reads_is_as_the_checkpoint_has_it(tied: bool, tmp_path: Any) -> None:
+    """A float32 checkpoint's norms, embeddings and head came rounded to bfloat16."""
+    save_random(tmp_path, 48, True, tied)
+    config, tensors = load_checkpoint(tmp_path)
+    decoder = GpuDecoder(config, tensors, CPU, torch.bfloat16)
+
+    def same(kept: torch.Tensor, name: str) -> bool:
+        return kept.dtype == torch.float32 and torch.equal(kept, tensors[f"{name}.weight"].float())
+
+    assert tensors["model.norm.weight"].dtype == torch.float32
+    assert same(decoder.embed, "model.embed_tokens") and same(decoder.norm, "model.norm")
+    assert same(decoder.head, "model.embed_tokens" if tied else "lm_head")
+    for index, layer in enumerate(decoder.layers):
+        below = f"model.layers.{index}."
+        assert same(layer.input_norm, f"{below}input_layernorm") and same(
+            layer.kv_a_norm, f"{below}self_attn.kv_a_layernorm"
+        )
+        assert same(layer.post_attention_norm, f"{below}post_attention_layernorm")
+        assert layer.q_a is not None and same(layer.q_a[1], f"{below}self_attn.q_a_layernorm")
+        assert layer.o_proj.dtype == layer.kv_a.dtype == torch.bfloat16
+
+
 @torch.no_grad()
 def test_features_are_the_residual_stream_after_their_layers(tiny: Any) -> None:
     config, tensors = tiny

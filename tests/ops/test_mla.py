@@ -47,6 +47,21 @@ def test_shapes_that_do_not_fit_are_refused(index, shape, argument):
     assert error.value.argument == argument
 
 
+@pytest.mark.parametrize(
+    ("index", "value", "said"),
+    [
+        (0, torch.zeros(5), "^x: expected 2 axes"), (2, torch.zeros(5, 3, 20), "^queries: expected 4 axes"),
+        (7, torch.zeros(8), "^pool: expected 2 axes"), (4, torch.zeros(5).int(), "^slots: expected int64"),
+        (3, torch.zeros(5, 4, 2).double(), "^rotation: expected float32"),
+    ],
+)  # fmt: skip
+def test_what_is_no_such_tensor_is_refused_by_name(index, value, said):
+    arguments = list(Rows(5, 2, 3, **SMALL).arguments())
+    arguments[index] = value
+    with pytest.raises(ArgumentError, match=said):
+        rope_cache(*arguments)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_whole(backend):
     def between(*arguments):

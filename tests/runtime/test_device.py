@@ -74,6 +74,27 @@ def test_torch_without_cuda(kernels: None, monkeypatch: pytest.MonkeyPatch) -> N
         assert reason == f"device: the kernel needs a torch built with CUDA, got {torch.__version__}"
 
 
+def test_gpus_that_no_kernels_are_for(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` took them, and the first launch failed."""
+    library = SimpleNamespace(tpv_cuda_archs=lambda: b"90,120")
+    capabilities = [(9, 0), (12, 1), (8, 0), (12, 0), (10, 0)]
+    monkeypatch.setattr(cuda, "library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    said = "GPUs of compute capability 9.0 or 12.0"
+    named = "GPU 2 of compute capability 8.0, GPU 4 of compute capability 10.0"
+    with pytest.raises(ArgumentError, match=f"^device: expected {said} on device 'cuda', got {named}"):
+        for_attention("cuda", "bfloat16", HEADS, 8)
+    assert for_decoder("auto", HEADS, 128, 8) == ("cpu", f"device: the kernel needs {said}, got {named}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert cuda.why_not() == cuda.why_not(torch.device("cuda")) == "GPU 2 of compute capability 8.0"
+    assert cuda.why_not(torch.device("cuda", 1)) is None and cuda.why_not(torch.device("cuda", 5)) == "GPU 5 of 5"
+    capabilities[2] = capabilities[4] = (12, 0)
+    assert for_attention("auto", "bfloat16", HEADS, 8) == ("auto", "")
+
+
 @pytest.mark.parametrize(
     ("asked", "place"),
     [
@@ -285,3 +306,15 @@ def test_memory_is_waited_for_only_where_the_gpu_has_as_much(
     else:
         assert latent_pool(*pool) == pool[:3]
     assert bool(slept) == waited
+
+
+def test_rows_beside_a_pool_need_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MiB a slot and 1 MiB more: 41 GiB of the pool alone would have been given."""
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * gib, 80 * gib))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **_: shape)
+    options = (8192, torch.bfloat16, torch.device("cuda", 0), 1 << 20)
+    assert latent_pool(64, 40 << 10, *options) == (64, 40 << 10, 8192)
+    with pytest.raises(ArgumentError, match="num_slots: .*: 40960 slots, got 41984 slots, 82.00 GiB"):
+        latent_pool(64, 41 << 10, *options)

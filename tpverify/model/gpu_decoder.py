@@ -8,6 +8,7 @@ Shapes are those of a bucket: nothing waits for the device, and a step can be a 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tpverify.model.checkpoint import ModelConfig
 from tpverify.model.mla import NORM_EPS
+from tpverify.ops.mla import rotate
 
 VIRTUAL_SHARDS = 8
 
@@ -49,15 +51,15 @@ class GpuDecoder:
         assert count % size == 0 and (size == 1 or gather is not None)
         self.config, self.size, self.gather = config, size, gather
         own = range(rank * count // size, (rank + 1) * count // size)
-        tensors = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+        weights = Weights(tensors, device, dtype)
         side = Branches(device, len(own))
         self.layers = [
-            GpuLayer(config, tensors, f"model.layers.{index}.", own, side) for index in range(config.num_hidden_layers)
+            GpuLayer(config, weights.below(f"model.layers.{index}."), own, side)
+            for index in range(config.num_hidden_layers)
         ]
-        # In fp32, as all that is not the input of a bf16 GEMM.
-        self.embed = tensors["model.embed_tokens.weight"].float()
-        self.norm = tensors["model.norm.weight"].float()
-        self.head = self.embed if config.tie_word_embeddings else tensors["lm_head.weight"].float()
+        self.embed = weights.exact("model.embed_tokens")
+        self.norm = weights.exact("model.norm")
+        self.head = self.embed if config.tie_word_embeddings else weights.exact("lm_head")
         self.turns = rope_turns(config.qk_rope_head_dim, config.rope_theta, config.max_position_embeddings, device)
 
     def __call__(
@@ -91,18 +93,36 @@ class GpuDecoder:
         return F.linear(hidden, self.head)
 
 
-class GpuLayer:
-    """tensors: the checkpoint's; `prefix` begins the layer's names. own: numbers of this rank's shards."""
+@dataclass(frozen=True)
+class Weights:
+    """A checkpoint's tensors on a device. dtype: of what products of that dtype read."""
 
-    def __init__(
-        self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, own: range, side: "Branches"
-    ) -> None:
+    tensors: dict[str, Tensor]
+    device: torch.device
+    dtype: torch.dtype
+    prefix: str = ""  # of all names
+
+    def below(self, prefix: str) -> "Weights":
+        return replace(self, prefix=self.prefix + prefix)
+
+    def rounded(self, name: str) -> Tensor:
+        return self._of(name).to(self.device, self.dtype)
+
+    def exact(self, name: str) -> Tensor:
+        """In float32, of whatever the checkpoint has: norms, embeddings, the head."""
+        return self._of(name).to(self.device, torch.float32)
+
+    def _of(self, name: str) -> Tensor:
+        return self.tensors[f"{self.prefix}{name}.weight"]
+
+
+class GpuLayer:
+    """weights: of the layer. own: numbers of this rank's shards."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, own: range, side: "Branches") -> None:
         c = config
         self.config, self.side, self.shards = config, side, len(own)
         self.heads = c.num_attention_heads // virtual_shards(c.num_attention_heads)  # of a shard
-
-        def weight(name: str) -> Tensor:
-            return tensors[f"{prefix}{name}.weight"]
 
         def of_own(by_head: Tensor) -> list[Tensor]:
             """[heads, ...] -> [heads of a shard, ...] for each own shard."""
@@ -113,18 +133,19 @@ class GpuLayer:
             takes them. q and k agree on the order, so no score changes."""
             return rows if c.rope_interleave else rows.unflatten(-2, (2, -1)).transpose(-3, -2).flatten(-3, -2)
 
-        self.input_norm = weight("input_layernorm").float()
-        self.post_attention_norm = weight("post_attention_layernorm").float()
+        weight = weights.rounded
+        self.input_norm = weights.exact("input_layernorm")
+        self.post_attention_norm = weights.exact("post_attention_layernorm")
         self.q_a = None
         if c.q_lora_rank is not None:
-            self.q_a = weight("self_attn.q_a_proj").t(), weight("self_attn.q_a_layernorm").float()
+            self.q_a = weight("self_attn.q_a_proj").t(), weights.exact("self_attn.q_a_layernorm")
         q = weight("self_attn.q_b_proj" if self.q_a else "self_attn.q_proj").unflatten(0, (c.num_attention_heads, -1))
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], 1)
         q = torch.cat([q_nope, paired(q_pe)], 1)
         self.q_proj = [part.flatten(0, 1).contiguous().t() for part in of_own(q)]
         kv_a, k_pe = weight("self_attn.kv_a_proj_with_mqa").split([c.kv_lora_rank, c.qk_rope_head_dim])
         self.kv_a = torch.cat([kv_a, paired(k_pe)]).t()
-        self.kv_a_norm = weight("self_attn.kv_a_layernorm").float()
+        self.kv_a_norm = weights.exact("self_attn.kv_a_layernorm")
         kv_b = weight("self_attn.kv_b_proj").unflatten(0, (c.num_attention_heads, -1))
         self.w_uk = [part[:, : c.qk_nope_head_dim].contiguous() for part in of_own(kv_b)]
         self.w_uv = [part[:, c.qk_nope_head_dim :].contiguous().transpose(1, 2) for part in of_own(kv_b)]
@@ -215,9 +236,3 @@ def rope_turns(dim: int, theta: float, positions: int, device: torch.device) -> 
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     angles = torch.arange(positions).float()[:, None] * frequencies
     return torch.complex(angles.cos(), angles.sin()).to(device)
-
-
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Pairs [..., dim] turned by complex [..., dim / 2], as float32."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * turns).flatten(-2)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpverify.model.drafter import Drafter, DraftLayer
-from tpverify.model.gpu_decoder import rms_norm, rope_turns, rotate
+from tpverify.model.gpu_decoder import rms_norm, rope_turns
+from tpverify.ops.mla import rotate
 
 
 class GpuDrafter:

@@ -239,7 +239,7 @@ def run_reference(
 def require_backend(backend: str, device: torch.device) -> None:
     """Raise ArgumentError unless `backend`, one of BACKENDS, can run on `device`."""
     if device.type == "cuda" and backend != "reference":
-        if reason := cuda.why_not():
+        if reason := cuda.why_not(device):
             raise ArgumentError("backend", "CUDA kernels and a GPU for CUDA tensors", reason)
     elif device.type != "cpu" or backend.startswith("cuda"):
         raise ArgumentError(

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,12 +105,37 @@ def library() -> ctypes.CDLL | str:
     return found
 
 
-def why_not() -> str | None:
-    """Why the kernels cannot run here; None if they can."""
+def why_not(device: torch.device | None = None) -> str | None:
+    """Why the kernels cannot run here, on a GPU or by default on the current one; None if they can."""
     found = library()
     if isinstance(found, str):
         return found
-    return None if torch.cuda.is_available() else "torch sees no GPU"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        return f"GPU {index} of {torch.cuda.device_count()}"
+    return without_kernels(index)
+
+
+def without_kernels(index: int) -> str | None:
+    """What a GPU that the library has no kernels for is; None for others."""
+    capability = torch.cuda.get_device_capability(index)
+    if any(capability[0] == major and capability[1] >= minor for major, minor in archs()):
+        return None
+    return f"{torch.cuda.get_device_name(index)} of compute capability {capability[0]}.{capability[1]}"
+
+
+def other_gpus() -> str | None:
+    """Those that this process sees and that the library has no kernels for, if any."""
+    found = filter(None, map(without_kernels, range(torch.cuda.device_count())))
+    return ", ".join(found) or None
+
+
+def archs() -> list[tuple[int, int]]:
+    """Compute capabilities that the library holds kernels for; a later minor version runs them too."""
+    found = library()
+    return [] if isinstance(found, str) else [divmod(int(arch), 10) for arch in found.tpv_cuda_archs().split(b",")]
 
 
 def call(function: str, params: ctypes.Structure) -> None:
@@ -175,7 +201,11 @@ class CudaPlan:
         self._tables = RequestTables(max_batch, max_nodes, max_tokens, device)
         self._requests = VerifyRequests(*self._tables.pointers(), max_batch, max_nodes, max_tokens)
         self._tile_rows, self._captured = TILE_ROWS[0], False  # a captured kernel keeps its tile
-        self._captured_nodes: int | None = None
+        # Of runs that were captured: the fewest rows of out, the fewest slots of a pool.
+        self._captured_nodes, self.captured_slots = sys.maxsize, sys.maxsize
+        # Nodes in the tables as far as is known here, and staged; replays of a captured fetch are not seen.
+        self._nodes, self._fetch_captured = 0, False
+        self._staged_nodes: int | None = None
 
     def _split_of(self, tile_rows: int, split_tile_rows: int) -> VerifySplit:
         return VerifySplit(self.heads, tile_rows, self._split_heads, split_tile_rows, self.batch_invariant)
@@ -191,12 +221,13 @@ class CudaPlan:
         nothing, for more nodes than a captured run has rows for; RuntimeError in a capture, whose replays would fetch
         from a buffer that is others' by then."""
         self.require_no_capture()
-        self._require_room(requests)
-        if not self._captured:
-            self._tile_rows = choose_tile_rows(_lengths(requests), self.heads, self._multiprocessors)
+        nodes = self._room_for(requests)
         with torch.cuda.device(self.device):
             with _ring(self.device).turn() as staged:
                 there = self._write(staged, requests)
+                if not self._captured:
+                    self._tile_rows = choose_tile_rows(_lengths(requests), self.heads, self._multiprocessors)
+                self._nodes = nodes
                 self._fetch(staged)
             for part, slots in there:
                 self._tables.buffer[part] = slots
@@ -207,27 +238,43 @@ class CudaPlan:
 
     def stage(self, requests: Sequence[Request]) -> None:
         """The same for `fetch`: nothing is enqueued."""
-        self._require_room(requests)
-        if self._write(self._staged, requests):
-            self._write(self._staged, [])
+        nodes = self._room_for(requests)
+        if any(isinstance(slots, Tensor) and not slots.is_cpu for r in requests for slots in (r.prefix, r.tree)):
             raise ArgumentError("requests", "slots on the CPU", "slots on a GPU")
+        if self._fetch_captured and self._staged_nodes is not None:
+            self._nodes = self._staged_nodes  # a replay has fetched them, or this may not be called
+        self._write(self._staged, requests)
+        self._staged_nodes = nodes
 
-    def fetch(self) -> None:
+    def fetch(self) -> bool:
+        """Whether it was enqueued, not captured."""
         with torch.cuda.device(self.device):
-            self._captured |= self._capturing()
+            captured = self._capturing()
+            if captured:
+                self._captured = self._fetch_captured = True
+            elif self._staged_nodes is not None:
+                self._nodes = self._staged_nodes
             self._fetch(self._staged)
+        return not captured
+
+    def rows_needed(self) -> int:
+        """Of q, out and lse, now: as many as the tables may have nodes, whether or not a replay has fetched them."""
+        return max(self._nodes, self._staged_nodes or 0) if self._fetch_captured else self._nodes
 
     def _capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self.device):  # whose current stream is meant, not that of the current device
+            return torch.cuda.is_current_stream_capturing()
 
     @functools.cached_property
     def _staged(self) -> Staged:
         return Staged()
 
-    def _require_room(self, requests: Sequence[Request]) -> None:
-        total = sum(request.nodes for request in requests)
-        if self._captured_nodes is not None and total > self._captured_nodes:
-            raise ArgumentError("requests", f"at most {self._captured_nodes} nodes, as captured", total)
+    def _room_for(self, requests: Sequence[Request]) -> int:
+        """Nodes of all. Raises ArgumentError for more than a captured run has rows for."""
+        nodes = sum(request.nodes for request in requests)
+        if nodes > self._captured_nodes:
+            raise ArgumentError("requests", f"at most {self._captured_nodes} nodes, as captured", nodes)
+        return nodes
 
     def _write(self, staged: Staged, requests: Sequence[Request]) -> list[tuple[slice, Tensor]]:
         rows = choose_tile_rows(_lengths(requests), self._split_heads, self._multiprocessors)
@@ -260,7 +307,9 @@ class CudaPlan:
             return
         with torch.cuda.device(self.device):
             if self._capturing():
-                self._captured, self._captured_nodes = True, min(len(out), self._captured_nodes or len(out))
+                self._captured = True
+                self._captured_nodes = min(len(out), self._captured_nodes)
+                self.captured_slots = min(len(kv_pool), self.captured_slots)
             params = VerifyRunParams(
                 **self._common(),
                 kernel=KERNELS[self.kernel],

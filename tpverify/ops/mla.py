@@ -36,6 +36,10 @@ def rope_cache(
     A row's bits depend on that row alone. Slots are the caller's word. Raises ArgumentError for shapes that do not fit;
     on a GPU also for what is not dense bfloat16, widths that are no multiples of 8, and a row_dim other than 512 + 64.
     """
+    dims = {"x": 2, "down": 2, "queries": 4, "rotation": 3, "pool": 2}
+    for (name, axes), tensor in zip(dims.items(), (x, down, queries, rotation, pool), strict=True):
+        if tensor.dim() != axes:
+            raise ArgumentError(name, f"{axes} axes", tuple(tensor.shape))
     n, row_dim, (shards, _, heads, width), rope = len(x), pool.shape[1], queries.shape, 2 * rotation.shape[1]
     low = down.shape[1] - row_dim
     for name, tensor, shape in (
@@ -48,6 +52,9 @@ def rope_cache(
     ):
         if tuple(tensor.shape) != shape or tensor.device != x.device:
             raise ArgumentError(name, f"{shape} on {x.device}", f"{tuple(tensor.shape)} on {tensor.device}")
+    for name, tensor, dtype in (("rotation", rotation, torch.float32), ("slots", slots, torch.int64)):
+        if tensor.dtype != dtype:
+            raise ArgumentError(name, str(dtype).removeprefix("torch."), tensor.dtype)
     call = _rope_cache_operator if torch.compiler.is_compiling() else _rope_cache
     call(x, down, queries, rotation, slots, nope, q, pool, eps, norm_eps)
 
@@ -73,8 +80,6 @@ def _rope_cache(
         for name, tensor in (("q", q), ("pool", pool)):
             if tensor.dtype != x.dtype or tensor.stride(-1) != 1:
                 raise ArgumentError(name, "dense bfloat16 rows", f"{tensor.dtype} with strides {tensor.stride()}")
-        if (rotation.dtype, slots.dtype) != (torch.float32, torch.int64):
-            raise ArgumentError("rotation", "float32, and slots of int64", f"{rotation.dtype}, {slots.dtype}")
         rotation, slots = rotation.contiguous(), slots.contiguous()
         shards, nodes, shard_heads, _ = queries.shape
         with torch.cuda.device(x.device):
@@ -102,13 +107,13 @@ def _rope_cache(
             )
             cuda.call("tpv_rope_cache", params)
         return
-    square = _mean_square(x) + eps
+    square, turns = _mean_square(x) + eps, torch.view_as_complex(rotation)
     # The mean square of a normed row's product, were the row not normed, is `square` times as large: so is eps.
     scale = (_mean_square(down[:, :low]) + square * norm_eps).rsqrt()
     nope.copy_(queries[..., :-rope] * scale[:, None])
-    by_head = (_rotated(queries[..., -rope:], rotation[:, None]) * scale[:, None]).transpose(1, 2)
+    by_head = (rotate(queries[..., -rope:], turns[:, None]) * scale[:, None]).transpose(1, 2)
     q[..., rank:] = by_head.flatten(0, 1).transpose(0, 1)
-    latent, key = down[:, low : low + rank], _rotated(down[:, low + rank :], rotation) * square.rsqrt()
+    latent, key = down[:, low : low + rank], rotate(down[:, low + rank :], turns) * square.rsqrt()
     latent = latent * (_mean_square(latent) + square * norm_eps).rsqrt()
     pool[slots] = torch.cat([latent.float(), key], 1).to(pool.dtype)
 
@@ -131,7 +136,7 @@ def _mean_square(x: Tensor) -> Tensor:
     return x.float().square().mean(1, keepdim=True)
 
 
-def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
-    """Pairs [..., dim] turned, as float32; rotation [..., dim / 2, 2]."""
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Pairs [..., dim] turned by complex [..., dim / 2], as float32."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.view_as_complex(rotation)).flatten(-2)
+    return torch.view_as_real(pairs * turns).flatten(-2)

@@ -67,7 +67,7 @@ def _check_pool(pool: Tensor) -> None:
         raise ArgumentError("pool", "rows of a multiple of 16 bytes", f"{pool.shape[2]} x {pool.itemsize}")
     if pool.stride(2) != 1 or pool.stride(1) < pool.shape[2]:
         raise ArgumentError("pool", "dense rows that do not overlap", f"strides {pool.stride()}")
-    reason = cuda.why_not() if pool.device.type == "cuda" else None
+    reason = cuda.why_not(pool.device) if pool.device.type == "cuda" else None
     if reason or pool.device.type not in ("cpu", "cuda"):
         raise ArgumentError("pool", "memory of the CPU, or of a GPU with kernels for it", reason or pool.device)
 

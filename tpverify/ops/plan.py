@@ -3,11 +3,12 @@
 import itertools
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tpverify.config import MAX_NODES, MlaGeometry, check_int, check_type
+from tpverify.config import MAX_NODES, MAX_TOKENS, MlaGeometry, check_int, check_type
 from tpverify.errors import ArgumentError, describe
 from tpverify.ops.attention import (
     KV_LORA_RANK,
@@ -25,6 +26,14 @@ from tpverify.ops.reference import RequestPlan
 from tpverify.ops.staging import Request
 
 ANY_POOL = 2**63 - 1  # slots are checked against the pool when the plan runs
+
+
+@dataclass
+class _Step:
+    """plans: of the CPU. top_slot: the largest slot, where the caller's are not taken on trust."""
+
+    plans: list[RequestPlan] = field(default_factory=list)
+    top_slot: int = -1
 
 
 class VerifyPlan:
@@ -56,12 +65,12 @@ class VerifyPlan:
         self.geometry, self.batch_invariant = geometry, batch_invariant
         self.max_batch = check_int("max_batch", max_batch, 1, 4096)
         self.max_nodes = check_int("max_nodes", max_nodes, 1, MAX_NODES)
-        self.max_tokens = check_int("max_tokens", max_tokens, 0, 2**31 - 1)
+        self.max_tokens = check_int("max_tokens", max_tokens, 0, MAX_TOKENS)
         self.device = device = _device(device)
         self._id = next(_ids)
         _living[self._id] = self
-        self._plans: list[RequestPlan] = []
-        self._nodes, self._top_slot = 0, -1
+        self._step = _Step()
+        self._staged: _Step | None = None  # until the first
         self._cuda: CudaPlan | None = None
         if device.type == "cuda":
             if (geometry.kv_lora_rank, geometry.row_dim) != (KV_LORA_RANK, ROW_DIM):
@@ -71,44 +80,51 @@ class VerifyPlan:
             self.update([])
 
     def update(self, requests: Sequence[VerifyRequest]) -> None:
-        """Take the requests of the next step. Raises ArgumentError, and keeps the earlier ones, if they do not fit."""
+        """Take the requests of the next step. Raises ArgumentError, and keeps the earlier ones, if they do not fit:
+        the plan's limits, or a captured run's rows and pool."""
+        pool_slots = ANY_POOL
         if self._cuda:
             self._cuda.require_no_capture()  # reading slots of a GPU would end the capture
-        checked = check_requests(requests, ANY_POOL)
-        if len(checked) > self.max_batch:
-            raise ArgumentError("requests", f"at most {self.max_batch}", len(checked))
-        for i, request in enumerate(checked):
-            if request.nodes > self.max_nodes:
-                raise ArgumentError(f"requests[{i}].tree", f"at most {self.max_nodes} nodes", request.nodes)
-        tokens = sum(len(request.prefix) for request in checked)
-        if tokens > self.max_tokens:
-            raise ArgumentError("requests", f"at most {self.max_tokens} prefix tokens in all", tokens)
+            pool_slots = min(pool_slots, self._cuda.captured_slots)
+        checked = check_requests(requests, pool_slots)
         self.take(checked)
-        self._top_slot = max((int(s.max()) for r in checked for s in (r.prefix, r.tree) if len(s)), default=-1)
+        self._step.top_slot = max((int(s.max()) for r in checked for s in (r.prefix, r.tree) if len(s)), default=-1)
 
     def take(self, requests: Sequence[Request]) -> None:
         """The same for requests of whoever keeps the tables, whose slots and trees need no second look: a rank."""
+        step = self._planned(requests)
         if self._cuda:
             self._cuda.update(requests)
-        else:
-            self._plans = plan_reference(requests, self.geometry.num_heads)
-        self._nodes, self._top_slot = sum(request.nodes for request in requests), -1
+        self._step = step
 
     def stage(self, requests: Sequence[Request]) -> None:
         """As `take` for a step that is a CUDA graph with `fetch` in it: the host writes memory, nothing is enqueued.
         Slots on the CPU. What was staged before must have been fetched; the plan has to live until this is."""
+        step = self._planned(requests)
         if self._cuda:
             self._cuda.stage(requests)
-        else:
-            self._plans = plan_reference(requests, self.geometry.num_heads)
-        self._nodes, self._top_slot = sum(request.nodes for request in requests), -1
+        self._staged = step
+
+    def _planned(self, requests: Sequence[Request]) -> "_Step":
+        """Raises ArgumentError for requests beyond the plan's limits."""
+        if len(requests) > self.max_batch:
+            raise ArgumentError("requests", f"at most {self.max_batch}", len(requests))
+        tokens = 0
+        for i, request in enumerate(requests):
+            if request.nodes > self.max_nodes:
+                raise ArgumentError(f"requests[{i}].tree", f"at most {self.max_nodes} nodes", request.nodes)
+            tokens += len(request.prefix)
+        if tokens > self.max_tokens:
+            raise ArgumentError("requests", f"at most {self.max_tokens} prefix tokens in all", tokens)
+        return _Step([] if self._cuda else plan_reference(requests, self.geometry.num_heads))
 
     def fetch(self) -> None:
         """Enqueue the fetch of what `stage` wrote last, and the plan: once a step, before its layers' `run`. May be
         captured, after a first call outside of a capture; a replay fetches what is staged then. `update` and `take` may
         not: RuntimeError."""
-        if self._cuda:
-            self._cuda.fetch()
+        fetched = self._cuda.fetch() if self._cuda else True
+        if fetched and self._staged is not None:
+            self._step = self._staged
 
     @torch.no_grad()
     def run(self, q: Tensor, kv_pool: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
@@ -124,11 +140,12 @@ class VerifyPlan:
             self._run(q, kv_pool, out, lse, scale)
 
     def _run(self, q: Tensor, kv_pool: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
-        geometry, nodes = self.geometry, self._nodes
+        geometry, step = self.geometry, self._step
         check_tensors(q, kv_pool, geometry.row_dim)
+        nodes = sum(plan.nodes for plan in step.plans)
         if self._cuda:
             check_kernel_takes(q)
-            nodes = max(nodes, len(q))
+            nodes = max(self._cuda.rows_needed(), len(q))
         for name, tensor, shape, dtype in (
             ("q", q, (nodes, geometry.num_heads, geometry.row_dim), q.dtype),
             ("out", out, (nodes, geometry.num_heads, geometry.kv_lora_rank), q.dtype),
@@ -138,12 +155,12 @@ class VerifyPlan:
             if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != self.device:
                 got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
                 raise ArgumentError(name, f"{dtype} {shape} on {self.device}", got)
-        if self._top_slot >= kv_pool.shape[0]:
-            raise ArgumentError("kv_pool", f"more than {self._top_slot} slots", kv_pool.shape[0])
+        if step.top_slot >= kv_pool.shape[0]:
+            raise ArgumentError("kv_pool", f"more than {step.top_slot} slots", kv_pool.shape[0])
         if self._cuda:
             self._cuda.run(q, kv_pool, out, lse, softmax_scale)
         else:
-            run_reference(q, kv_pool, self._plans, out, lse, softmax_scale)
+            run_reference(q, kv_pool, step.plans, out, lse, softmax_scale)
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -154,13 +171,10 @@ def _device(device: str | torch.device) -> torch.device:
         raise ArgumentError("device", "'cpu' or a CUDA device", describe(device)) from None
     if found.type == "cpu":
         return torch.device("cpu")
-    reason = why_not() if found.type == "cuda" else f"{describe(device)}, which has no backend"
+    reason = why_not(found) if found.type == "cuda" else f"{describe(device)}, which has no backend"
     if reason:
         raise ArgumentError("device", "'cpu', or a CUDA device and kernels for it", reason)
-    index = torch.cuda.current_device() if found.index is None else found.index
-    if index >= torch.cuda.device_count():
-        raise ArgumentError("device", f"one of {torch.cuda.device_count()} GPUs", describe(device))
-    return torch.device("cuda", index)
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
 _ids = itertools.count()

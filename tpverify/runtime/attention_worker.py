@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tpverify.config import MlaGeometry
+from tpverify.config import MAX_TOKENS, MlaGeometry
 from tpverify.kv.log import Replica
 from tpverify.ops.attention import KV_LORA_RANK
 from tpverify.ops.plan import VerifyPlan
 from tpverify.ops.staging import Request
 from tpverify.runtime.comm import Comm
-from tpverify.runtime.device import latent_pool
+from tpverify.runtime.device import latent_pool, require_room
 from tpverify.runtime.frames import frame_of, tensor_of
 from tpverify.runtime.messages import Attend, Frame, TreeRequest, Work, Write
 from tpverify.runtime.moves import Kept
@@ -48,13 +48,17 @@ class AttentionWorker:
         if self.pinned:
             torch.cuda.set_device(self.device)
         dtype = getattr(torch, shape.dtype)
-        self.kept = kept or Kept(latent_pool(shape.num_layers, shape.num_slots, shape.row_dim, dtype, self.device))
-        self.pool = self.kept.pool
+        pool = shape.num_layers, shape.num_slots, shape.row_dim, dtype, self.device
+        if kept is None:  # what a plan needs grows with slots too
+            require_room(*pool)
         self._clock = StageClock(self.device)
         self.local_heads = shape.num_heads // comm.size
-        max_tokens = min(shape.max_batch * shape.num_slots, 2**31 - 1)
+        max_tokens = min(shape.max_batch * shape.num_slots, MAX_TOKENS)
         geometry = MlaGeometry(self.local_heads)
         self.plan = VerifyPlan(geometry, shape.max_batch, shape.max_nodes, max_tokens, self.device)
+        # Last, when what else a step needs is there: so a pool that does not fit is refused by its own number.
+        self.kept = kept or Kept(latent_pool(*pool))
+        self.pool = self.kept.pool
 
     def handle(self, work: Work, frames: list[memoryview], replica: Replica) -> tuple[Any, list[Frame]]:
         if isinstance(work, Write):

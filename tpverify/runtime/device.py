@@ -62,11 +62,14 @@ def _for_kernel(device: str, geometry: MlaGeometry, tp: int, refusals: list[Refu
     from tpverify.ops import cuda
 
     library, heads = cuda.library(), geometry.num_heads // tp
+    others = None if isinstance(library, str) else cuda.other_gpus()
+    kinds = " or ".join(f"{major}.{minor}" for major, minor in cuda.archs()) if others else ""
     refusals = [
         *refusals,
         ("tp", f"at most {cuda.MAX_HEADS} heads a rank", f"{heads}", heads > cuda.MAX_HEADS),
         ("device", "an installation with CUDA kernels", library, isinstance(library, str)),
         ("device", "a torch built with CUDA", torch.__version__, torch.version.cuda is None),
+        ("device", f"GPUs of compute capability {kinds}", others, others is not None),
     ]
     for argument, expected, got, refused in refusals:
         if refused:
@@ -115,26 +118,38 @@ def gpu_index(assigned: str, visible: str | None) -> int:
     return visible.split(",").index(assigned) if visible else int(assigned)
 
 
-def latent_pool(layers: int, num_slots: int, row_dim: int, dtype: Any, device: Any) -> Any:
-    """A pool [layers, num_slots, row_dim] of zeros. Raises ArgumentError if the GPU has too little memory free."""
+def latent_pool(layers: int, num_slots: int, row_dim: int, dtype: Any, device: Any, beside: int = 0) -> Any:
+    """A pool [layers, num_slots, row_dim] of zeros. beside: bytes a slot that whoever asks will need for other rows.
+    Raises ArgumentError if the GPU has too little memory free."""
     import torch
 
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what an earlier worker of this process had
-        size = layers, num_slots, row_dim * dtype.itemsize
-        free, total = torch.cuda.mem_get_info(device)
-        end = time.monotonic() + FREED_S
-        while free < math.prod(size) <= total and time.monotonic() < end:
-            time.sleep(0.05)
-            free, _ = torch.cuda.mem_get_info(device)
-        check_room(*size, free, total)
+    require_room(layers, num_slots, row_dim, dtype, device, beside)
     return torch.zeros(layers, num_slots, row_dim, dtype=dtype, device=device)
 
 
-def check_room(layers: int, num_slots: int, row_bytes: int, free: int, total: int) -> None:
-    """Raise ArgumentError unless a pool fits into `free` of a GPU's `total` bytes."""
-    needed = layers * num_slots * row_bytes
+def require_room(layers: int, num_slots: int, row_dim: int, dtype: Any, device: Any, beside: int = 0) -> None:
+    """Wait a moment for memory of a GPU that somebody gives back, then raise ArgumentError if a pool does not fit."""
+    import torch
+
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()  # what an earlier worker of this process had
+    row_bytes = row_dim * dtype.itemsize
+    needed = num_slots * (layers * row_bytes + beside)
+    free, total = torch.cuda.mem_get_info(device)
+    end = time.monotonic() + FREED_S
+    while free < needed <= total and time.monotonic() < end:
+        time.sleep(0.05)
+        free, _ = torch.cuda.mem_get_info(device)
+    check_room(layers, num_slots, row_bytes, free, total, beside)
+
+
+def check_room(layers: int, num_slots: int, row_bytes: int, free: int, total: int, beside: int = 0) -> None:
+    """Raise ArgumentError unless a pool, and what is beside it, fit into `free` of a GPU's `total` bytes."""
+    slot_bytes = layers * row_bytes + beside
+    needed = num_slots * slot_bytes
     if needed > free:
         room = f"a pool of at most {free / GIB:.2f} GiB, free of the GPU's {total / GIB:.2f}"
-        fit = free // (layers * row_bytes)
-        raise ArgumentError("num_slots", f"{room}: {fit} slots", f"{num_slots} slots, {needed / GIB:.2f} GiB")
+        raise ArgumentError(
+            "num_slots", f"{room}: {free // slot_bytes} slots", f"{num_slots} slots, {needed / GIB:.2f} GiB"
+        )

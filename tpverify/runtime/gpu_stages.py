@@ -18,7 +18,7 @@ from tpverify.ops.attention import TreeMask, VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import GpuComm
 from tpverify.runtime.decoder_worker import DecoderOptions
-from tpverify.runtime.device import latent_pool
+from tpverify.runtime.device import latent_pool, require_room
 from tpverify.runtime.gpu_step import Layout, StepBuffers
 from tpverify.runtime.graphs import Bucket
 from tpverify.runtime.moves import Kept
@@ -42,8 +42,10 @@ class GpuStages:
         self.device, self.clock = device, GraphClock(device, "verify", "accept", "draft")
         config, tensors = load_checkpoint(shape.checkpoint)
         self.config = config
-        self.decoder = GpuDecoder(config, tensors, device, DTYPE, comm.rank, comm.size, comm.allgather_into)
         geometry = MlaGeometry(config.num_attention_heads // comm.size, config.kv_lora_rank, config.qk_rope_head_dim)
+        if kept is None:  # what plans need grows with slots too
+            require_room(config.num_hidden_layers, shape.num_slots, geometry.row_dim, DTYPE, device)
+        self.decoder = GpuDecoder(config, tensors, device, DTYPE, comm.rank, comm.size, comm.allgather_into)
         self.drafter: GpuDrafter | None = None
         layout = Layout(1, 1, 0, 0, config.hidden_size, 0, config.vocab_size)
         if shape.drafter:
@@ -53,10 +55,6 @@ class GpuStages:
             ranked = min(config.vocab_size, MAX_NODES - 1)
             widths = config.hidden_size, drafter.feature_dim, config.vocab_size
             layout = Layout(drafter.window, longest, longest - 1, ranked, *widths)
-        self.kept = self._no_rows(shape.num_slots, geometry.row_dim) if kept is None else kept
-        self.pool, (self.hidden, *context) = self.kept.pool, self.kept.tables
-        self.context = context[0] if context else None
-
         self.longest, self.batch = layout.longest, min(shape.max_batch, BATCH)
         self.buckets = [Bucket(1, nodes) for nodes in NODES_ALONE]
         self.buckets += [Bucket(self.batch, nodes) for nodes in NODES_TOGETHER if self.batch > 1]
@@ -66,12 +64,18 @@ class GpuStages:
             limits = bucket.batch, min(bucket.nodes, MAX_NODES), shape.num_slots * bucket.batch
             self.plans[bucket] = VerifyPlan(geometry, *limits, device)
             self.plans[bucket].update(_typical(bucket, shape.num_slots))
+        # Last, when what else the model needs is there: so a pool that does not fit is refused by its own number.
+        self.kept = self._no_rows(shape.num_slots, geometry.row_dim) if kept is None else kept
+        self.pool, (self.hidden, *context) = self.kept.pool, self.kept.tables
+        self.context = context[0] if context else None
 
     def _no_rows(self, num_slots: int, row_dim: int) -> Kept:
-        pool = latent_pool(self.config.num_hidden_layers, num_slots, row_dim, DTYPE, self.device)
-        tables = [torch.zeros(num_slots, self.config.hidden_size, device=self.device)]
+        widths = [(self.config.hidden_size, torch.float32)]
         if self.drafter is not None:
-            tables.append(torch.zeros(num_slots, self.drafter.context_dim, dtype=DTYPE, device=self.device))
+            widths.append((self.drafter.context_dim, DTYPE))
+        beside = sum(width * dtype.itemsize for width, dtype in widths)
+        pool = latent_pool(self.config.num_hidden_layers, num_slots, row_dim, DTYPE, self.device, beside)
+        tables = [torch.zeros(num_slots, width, dtype=dtype, device=self.device) for width, dtype in widths]
         return Kept(pool, *tables)
 
     def verify(self, bucket: Bucket) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tpverify import native
-from tpverify.config import DEVICES, MAX_NODES, MlaGeometry, check_choice, check_int
+from tpverify.config import DEVICES, MAX_NODES, MAX_TOKENS, MlaGeometry, check_choice, check_int
 from tpverify.errors import ArgumentError, PoolFull
 from tpverify.model.checkpoint import find_checkpoint, resolve
 from tpverify.model.drafter import find_drafter
@@ -41,7 +41,7 @@ class EngineSetup:
             raise ArgumentError("tp", f"a divisor of the model's {heads} heads", self.tp)
         self.device, self.device_reason = for_decoder(device, self.geometry, self.config.v_head_dim, self.tp)
         self.max_batch = check_int("max_batch", max_batch, 1, 4096)
-        self.num_slots = check_int("num_slots", num_slots, 2, (2**31 - 1) // self.max_batch)
+        self.num_slots = check_int("num_slots", num_slots, 2, MAX_TOKENS // self.max_batch)
         self.prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, MAX_NODES)
         self.auto = AutoBudget()
 

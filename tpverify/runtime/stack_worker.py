@@ -21,7 +21,7 @@ from tpverify.model.stack import ALIGNED, AttentionStack
 from tpverify.ops.attention import ROW_DIM, TreeMask, VerifyRequest
 from tpverify.ops.plan import VerifyPlan
 from tpverify.runtime.comm import GpuComm
-from tpverify.runtime.device import latent_pool
+from tpverify.runtime.device import latent_pool, require_room
 from tpverify.runtime.gpu_step import StepRequest
 from tpverify.runtime.graphs import Bucket, Graphs
 from tpverify.runtime.messages import Decode, Decoded, DecodedRequest, DecodeRequest, Frame, Work
@@ -60,8 +60,8 @@ class StackWorker:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         config = ModelConfig(**shape.config)
-        self.kept = kept or _random_rows(config.num_hidden_layers, shape, self.device)
-        self.pool = self.kept.pool
+        if kept is None:  # what plans need grows with slots too
+            require_room(config.num_hidden_layers, shape.num_slots, ROW_DIM, torch.bfloat16, self.device)
         self.stack = AttentionStack(config, comm.rank, comm.size, self.device, torch.bfloat16, shape.seed, shape.parts)
         buckets = [Bucket(batch, -(-nodes // ALIGNED) * ALIGNED) for batch, nodes in shape.buckets]
         most = max((bucket.nodes for bucket in buckets), default=0)
@@ -77,6 +77,9 @@ class StackWorker:
         self._lse = torch.zeros(most, self.stack.local_heads, device=self.device)
         self._choices = torch.zeros(most, dtype=torch.int64, device=self.device)
         self._answer = torch.zeros(most, dtype=torch.int64, pin_memory=pinned)
+        # Last, when what else the stack needs is there: so a pool that does not fit is refused by its own number.
+        self.kept = kept or _random_rows(config.num_hidden_layers, shape, self.device)
+        self.pool = self.kept.pool
         self._read_answer = self._answer.numpy()
         self._clock = GraphClock(self.device, "plan", "layers", "head")
         self._rehearsal = StackRehearsal(self.device, comm)
