@@ -5,14 +5,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from decoding import Ranks, held_out, same
+from decoding import Meeting, Ranks, held_out, same
 
 from tpverify.errors import ArgumentError
-from tpverify.model.checkpoint import load_checkpoint
+from tpverify.model.checkpoint import load_checkpoint, resolve
 from tpverify.model.gpu_accept import choose, paths, rank_tokens, walk
 from tpverify.ops import cuda
 from tpverify.report.rescore import Reference, score
 from tpverify.runtime.generation import GenerationResult
+from tpverify.runtime.gpu_decoder_worker import GpuDecoderWorker
 
 MISSING = cuda.why_not()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=f"NOT run: {MISSING}")]
@@ -85,11 +86,12 @@ def test_steps_of_many_requests_and_passes() -> None:
 def test_a_pool_is_refused_for_what_lies_beside_it_too() -> None:
     """Slots whose latent rows alone would fit: what fell short was an out-of-memory error of the rows beside them."""
     config, _ = load_checkpoint("tiny")
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     slots = free // (config.num_hidden_layers * 1152 + 64)
+    options = {"checkpoint": str(resolve("tiny")), "num_slots": slots, "max_batch": 1, "drafter": True}
     with pytest.raises(ArgumentError, match=f"^num_slots: expected a pool of at most .* slots, got {slots} slots"):
-        Ranks(device="cuda:0", num_slots=slots, max_batch=1)
-    torch.cuda.empty_cache()
+        GpuDecoderWorker(Meeting(1).rank(0), "cuda:0", options)  # type: ignore[arg-type]
 
 
 def stages(device: str, *given: torch.Tensor) -> list[torch.Tensor]:
