@@ -165,12 +165,10 @@ def found() -> dict[str, dict]:
 
 def test_recorded_evidence_is_of_these_kernels(found: dict[str, dict]) -> None:
     """With no file there is nothing to be stale; the next test then allows no claim either."""
-    toolkit, built = evidence.fresh_cubins() if found else (None, {})
     for name, one in found.items():
         assert name == evidence.slug(one["gpu"]["name"])
-        assert (
-            evidence.problems(one, evidence.Checkout(toolkit, built, evidence.sources(), evidence.gpu_tests())) == []
-        ), name
+        here = evidence.Checkout(*evidence.fresh_cubins(one), evidence.sources(), evidence.gpu_tests())
+        assert evidence.problems(one, here) == [], name
 
 
 def test_documents_quote_the_evidence_and_nothing_else(found: dict[str, dict]) -> None:
@@ -186,6 +184,35 @@ def test_evidence_once_committed_stays() -> None:
     command = ["git", "log", "--format=", "--name-only", "--diff-filter=A", "--", "bench/results/*.json"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
     assert {Path(line).stem for line in listed.split()} <= {path.stem for path in evidence.RESULTS.glob("*.json")}
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "second", "built", "builds"),
+    [("13.0.88", "b", "b", 3), ("13.0.88", "never", "c", 1 + evidence.BUILDS), ("12.9", "b", "a", 1)],
+)
+def test_a_kernel_of_two_codes_is_compiled_until_it_is_that_of_the_evidence(
+    toolkit: str, second: str, built: str, builds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made-up files with a hash a line; the other file is compiled once."""
+    codes, made = iter(["a", "c", "b", *"c" * 20]), []
+
+    def build(*command: str) -> None:
+        folder = Path(command[-1]) if "--build" in command else None
+        for name, code in (("plan.cu.o", codes), ("move.cu.o", iter("m"))) if folder else ():
+            if not (folder / name).exists():
+                (folder / name).write_text(json.dumps({"sm_90": {name: next(code)}}))
+                made.append(name)
+        if folder:
+            texts = [json.loads((folder / name).read_text())["sm_90"] for name in ("plan.cu.o", "move.cu.o")]
+            (folder / "libtpverify_cuda.so").write_text(json.dumps({"sm_90": texts[0] | texts[1]}))
+
+    monkeypatch.setattr(cubins, "_run", build)
+    monkeypatch.setattr(cubins, "hashes", lambda path: json.loads(path.read_text()))
+    monkeypatch.setattr(cubins, "toolkit", lambda: "13.0.88")
+    ran = {"toolkit": toolkit, "cubins": {"sm_90": {"plan.cu.o": second, "move.cu.o": "m"}}}
+    version, found = evidence.fresh_cubins(ran)
+    assert version == "13.0.88" and found == {"sm_90": {"plan.cu.o": built, "move.cu.o": "m"}}
+    assert made.count("plan.cu.o") == builds and made.count("move.cu.o") == 1
 
 
 @needs_nvcc

@@ -104,6 +104,62 @@ def test_the_suite_writes_what_the_check_reads(tmp_path: Path, monkeypatch: pyte
     assert evidence.load() == {} and suite_ranks.load() == {"gpu-x-x2": made}
 
 
+def made_up(monkeypatch: pytest.MonkeyPatch, made: dict, report: str, asked: list[list[str]]) -> None:
+    """Two GPUs, a build and tests, as the evidence `made` says; what pytest is asked for goes to `asked`."""
+    for module, name, value in (
+        (cubins, "toolkit", made["toolkit"]),
+        (cubins, "hashes", copy.deepcopy(BUILT)),
+        (suite_ranks, "functions", {Path("tests/multi_gpu/test_a.py"): ["test_bits", "test_more"]}),
+        (suite_ranks, "header", {key: made["gpu"][key] for key in ("name", "driver_version", "torch")}),
+        (evidence, "sources", NOW),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    monkeypatch.setattr(runs, "tests", lambda _, folder, options: asked.append(options) or report)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+
+
+def again(folder: Path) -> list[str]:
+    return suite_ranks.run_again(folder / "library.so", folder, folder)
+
+
+def test_what_evidence_lacks_is_run_again_on_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case that failed and a test that is new; then nothing."""
+    made, asked = recorded(), list[list[str]]()
+    made["tests"] = {"test_a::test_bits[2]": "failed", "test_a::test_bits[3]": "passed"}
+    fault = FAULT | {"fault": "another"}
+    made_up(monkeypatch, made, REPORT.format(fault=json.dumps(fault).replace('"', "&quot;")), asked)
+    path = evidence.write(made, tmp_path, "-x2")
+    assert again(tmp_path) == again(tmp_path) == []
+    assert asked == [["tests/multi_gpu/test_a.py::test_bits[2]", "tests/multi_gpu/test_a.py::test_more"]]
+    found = json.loads(path.read_text())
+    assert set(found["tests"].values()) == {"passed"} and len(found["tests"]) == 3
+    assert found["again"] == ["test_a::test_bits[2]", "test_a::test_more"] and found["faults"] == [FAULT, fault]
+    assert found["steps"] == made["steps"] and "3 tests passed, 2 of them when run again" in suite_ranks.quote(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"cubins": {}}, "stale: sm_120 flash is not what ran"),
+        ({"sources": NOW | {"tpverify/ops": "e"}}, "stale: tpverify/ops has changed"),
+        ({"gpu": recorded()["gpu"] | {"torch": "3.5"}}, "torch was 3.5, is 3.4"),
+        ({"steps": {"rows": []}, "seal": "by hand"}, "the seal is broken"),
+    ],
+)
+def test_evidence_of_other_code_is_not_completed(
+    change: dict, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[list[str]]()
+    made_up(monkeypatch, recorded(), REPORT, asked)
+    found = recorded() | {"tests": {"test_a::test_bits[2]": "failed"}} | change
+    path = evidence.write(found, tmp_path, "-x2")
+    if "seal" in change:
+        path.write_text(json.dumps(found))
+    text = path.read_text()
+    assert said in again(tmp_path)
+    assert asked == [] and path.read_text() == text
+
+
 def test_there_are_tests_to_run() -> None:
     needed = {"test_two_gpus_give_the_bits_of_one", "test_rank_that_is_lost", "test_collectives_in_a_graph"}
     assert needed <= suite_ranks.needed_tests()
@@ -115,13 +171,10 @@ def test_there_are_tests_to_run() -> None:
 def test_recorded_evidence_is_of_these_kernels() -> None:
     """With no file there is nothing to be stale, and no document may quote one."""
     found = suite_ranks.load()
-    toolkit, built = evidence.fresh_cubins() if found else (None, {})
     for name, one in found.items():
         assert name == f"{evidence.slug(one['gpu']['name'])}-x{one['gpu']['count']}"
-        assert (
-            suite_ranks.problems(one, evidence.Checkout(toolkit, built, evidence.sources(), suite_ranks.needed_tests()))
-            == []
-        ), name
+        here = evidence.Checkout(*evidence.fresh_cubins(one), evidence.sources(), suite_ranks.needed_tests())
+        assert suite_ranks.problems(one, here) == [], name
     for document in (ROOT / "README.md", *sorted((ROOT / "plans").glob("*.md"))):
         text = document.read_text()
         assert suite_ranks.requote(text, found) == text, document

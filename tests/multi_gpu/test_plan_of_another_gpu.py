@@ -18,7 +18,11 @@ def test_a_capture_on_one_gpu_is_no_other_gpus() -> None:
     requests = [VerifyRequest(np.arange(40), np.arange(40, 45), TreeMask.chain(5))]
     pool = torch.randn(45, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
     q = torch.randn(5, 8, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with torch.cuda.device(1), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed"), torch.cuda.device(0):
+    with (
+        torch.cuda.device(1),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed"),
+        torch.cuda.device(0),
+    ):
         with pytest.raises(RuntimeError, match="cannot be updated while a CUDA graph is captured"):
             plans[1].update(requests)
         plans[0].update(requests)
