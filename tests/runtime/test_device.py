@@ -294,7 +294,8 @@ def test_memory_is_waited_for_only_where_the_gpu_has_as_much(
 ) -> None:
     """A lost process's memory comes back a moment later; a pool larger than the GPU was refused only after 5 s."""
     gib, slept = 1 << 30, list[float]()
-    free = iter([63 * gib, 63 * gib])  # and then the other process is gone
+    left = 63 * gib + 80 * gib // 64
+    free = iter([left, left])  # and then the other process is gone
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free, 80 * gib), 80 * gib))
     monkeypatch.setattr(torch, "zeros", lambda *shape, **_: shape)
@@ -315,6 +316,6 @@ def test_rows_beside_a_pool_need_room_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * gib, 80 * gib))
     monkeypatch.setattr(torch, "zeros", lambda *shape, **_: shape)
     options = (8192, torch.bfloat16, torch.device("cuda", 0), 1 << 20)
-    assert latent_pool(64, 40 << 10, *options) == (64, 40 << 10, 8192)
-    with pytest.raises(ArgumentError, match="num_slots: .*: 40960 slots, got 41984 slots, 82.00 GiB"):
+    assert latent_pool(64, 39 << 10, *options) == (64, 39 << 10, 8192)
+    with pytest.raises(ArgumentError, match="num_slots: .*: 40320 slots, got 41984 slots, 82.00 GiB"):
         latent_pool(64, 41 << 10, *options)

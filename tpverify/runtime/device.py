@@ -11,6 +11,7 @@ from tpverify.config import MlaGeometry
 from tpverify.errors import ArgumentError, ClusterError
 
 GIB = 1 << 30
+STEPS_SHARE = 64  # one part in so many of a GPU's memory is no pool's: graphs, and what a step allocates, come after it
 FREED_S = 5.0  # a GPU's memory is free again a moment after the process that had it
 VECTOR = 8  # bfloat16 that kernels read at once
 Refusal = tuple[str, str, Any, bool]  # argument, what is expected, what came, and whether that is refused
@@ -138,18 +139,21 @@ def require_room(layers: int, num_slots: int, row_dim: int, dtype: Any, device: 
     needed = num_slots * (layers * row_bytes + beside)
     free, total = torch.cuda.mem_get_info(device)
     end = time.monotonic() + FREED_S
-    while free < needed <= total and time.monotonic() < end:
+    while _room(free, total) < needed <= total and time.monotonic() < end:
         time.sleep(0.05)
         free, _ = torch.cuda.mem_get_info(device)
     check_room(layers, num_slots, row_bytes, free, total, beside)
 
 
 def check_room(layers: int, num_slots: int, row_bytes: int, free: int, total: int, beside: int = 0) -> None:
-    """Raise ArgumentError unless a pool, and what is beside it, fit into `free` of a GPU's `total` bytes."""
-    slot_bytes = layers * row_bytes + beside
+    """Raise ArgumentError unless a pool, what is beside it and a step fit into `free` of a GPU's `total` bytes."""
+    slot_bytes, room = layers * row_bytes + beside, _room(free, total)
     needed = num_slots * slot_bytes
-    if needed > free:
-        room = f"a pool of at most {free / GIB:.2f} GiB, free of the GPU's {total / GIB:.2f}"
-        raise ArgumentError(
-            "num_slots", f"{room}: {free // slot_bytes} slots", f"{num_slots} slots, {needed / GIB:.2f} GiB"
-        )
+    if needed > room:
+        most = f"a pool of at most {room / GIB:.2f} GiB, free of the GPU's {total / GIB:.2f}"
+        fit, got = room // slot_bytes, f"{num_slots} slots, {needed / GIB:.2f} GiB"
+        raise ArgumentError("num_slots", f"{most}: {fit} slots", got)
+
+
+def _room(free: int, total: int) -> int:
+    return max(free - total // STEPS_SHARE, 0)
